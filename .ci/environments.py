@@ -33,8 +33,8 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 RECORD = ROOT / ".ci" / "tested.json"
 LOGS = ROOT / "build" / "nightly" / "environments"
+# The line of the README before which its line "Tested with" stands.
 LAST_LINE = "Apache-2.0."
-"""The line of the README before which its line "Tested with" stands."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,15 +24,15 @@ LAST_TOKEN = -1
 EMBEDDED = -2
 """In `Batch.input_ids`: a token whose embedding is given, in `Batch.inputs_embeds`."""
 
+# In `Batch.input_ids`: a draft, which the step itself fills in. A sentinel that is left is not a
+# token, and never equals a sampled one.
 DRAFT = -3
-"""In `Batch.input_ids`: a draft, which the step itself fills in. A sentinel that is left is not a
-token, and never equals a sampled one."""
 
+# In `Batch.positions`: the token's place in its request plus the request's delta.
 IN_ORDER = -1
-"""In `Batch.positions`: the token's place in its request plus the request's delta."""
 
+# In `Batch.rows`: padding. It indexes the state's last row, which no request owns.
 SCRATCH_ROW = -1
-"""In `Batch.rows`: padding. It indexes the state's last row, which no request owns."""
 
 
 def _of_tokens(values: Any) -> Any:

@@ -69,8 +69,8 @@ def _with_values(node: Any, values: dict[str, Any]) -> Any:
     return type(node)(values)
 
 
+# A dict, a list or another container that can change: its path, itself, and its children.
 Container = tuple[str, Any, list[Any]]
-"""A dict, a list or another container that can change: its path, itself, and its children."""
 
 
 def containers_in(arguments: Mapping[str, Any]) -> list[Container]:
@@ -82,7 +82,10 @@ def containers_in(arguments: Mapping[str, Any]) -> list[Container]:
 
 
 def _containers(path: str, node: Any) -> Iterator[Container]:
-    children = [] if type(node) is Size else _children(node)
+    if type(node) is Size:
+        children = []
+    else:
+        children = _children(node)
     if (
         not isinstance(node, tuple)
         and node_fields(type(node)) is None
@@ -91,7 +94,10 @@ def _containers(path: str, node: Any) -> Iterator[Container]:
         yield path, node, children
     for index, child in enumerate(children):
         if type(child) is not Tensor:
-            key = [*node][index] if isinstance(node, dict) else index
+            if isinstance(node, dict):
+                key = [*node][index]
+            else:
+                key = index
             yield from _containers(f"{path}[{key!r}]", child)
 
 

@@ -11,10 +11,10 @@ from weft.arguments.checks import is_int
 from weft.display.tables import strip, text, titled
 from weft.errors import DescriptorError
 
+# The graphs in which attention can run: none; between two graphs, eagerly; inside a graph of a
+# decode with one token for each request; of any uniform decode; of any batch. Each includes those
+# before it.
 CAPABILITIES = ("none", "piecewise", "uniform_single_token", "uniform", "full")
-"""The graphs in which attention can run: none; between two graphs, eagerly; inside a graph of a
-decode with one token for each request; of any uniform decode; of any batch. Each includes those
-before it."""
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -86,7 +86,10 @@ def _sizes_alone(descriptor: Any) -> dict[str, int]:
         if not is_int(value)
     ]
     if strange or not arguments:
-        problem = strange[0] if strange else "no sizes"
+        if strange:
+            problem = strange[0]
+        else:
+            problem = "no sizes"
         instead = (
             f"in class {type(descriptor).__name__} arguments that are ints, or a method"
             " covers(self, other)"

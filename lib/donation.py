@@ -40,8 +40,8 @@ T = TypeVar("T")
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# The attribute that marks a donated tensor.
 TAKEN = "_weft_taken_by"
-"""The attribute that marks a donated tensor."""
 
 _ONCE = (
     "donate it once, and use it in both places inside the function; two copies would become two"
@@ -335,7 +335,10 @@ def donates(*argnames: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
             # As in nearly every call
             in_order = has_plain_names and len(args) == len(names) and not kwargs
-            bound = None if in_order else bind(args, kwargs)
+            if in_order:
+                bound = None
+            else:
+                bound = bind(args, kwargs)
             if bound is None:
                 values: dict[str, Any] = dict(zip(names, args, strict=True))
             else:

@@ -7,6 +7,7 @@ can be anybody's tomorrow.
 
 import sys
 
+# The requirements of each extra of `pyproject.toml` whose absence an error reports.
 EXTRAS = {
     "cuda": ("triton>=3.6",),
     "serve": (
@@ -28,7 +29,6 @@ EXTRAS = {
         "ipywidgets>=8",
     ),
 }
-"""The requirements of each extra of `pyproject.toml` whose absence an error reports."""
 
 
 def install_command(extra: str) -> str:

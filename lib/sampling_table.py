@@ -34,8 +34,8 @@ T = TypeVar("T")
 
 # A smaller share of the probability may be 0 in float32; it also keeps the likeliest token.
 _LEAST_TOP_P = 1e-30
+# The most tokens that a request may bias, as in OpenAI's API.
 MAX_BIASED = 300
-"""The most tokens that a request may bias, as in OpenAI's API."""
 
 
 @pytree

@@ -98,7 +98,10 @@ class Schema:
         tensors = []
         for (name, leaf), spec in zip(leaves_with_names(value), leaf_axes(value), strict=True):
             if isinstance(leaf, Tensor):
-                names = spec.dims if spec is not None else ()
+                if spec is not None:
+                    names = spec.dims
+                else:
+                    names = ()
                 dims = [
                     names[i] if i < len(names) and names[i] else size
                     for i, size in enumerate(leaf.shape)

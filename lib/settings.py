@@ -73,10 +73,10 @@ _BATCH_INVARIANT = Blocks[bool]("weft.batch_invariant")
 _LOCK = threading.Lock()
 # The number of `batch_invariant()` contexts in all threads.
 _OPEN = [0]
+# Whether there is one. `torch.compile` reads no context variables: so compiled functions are batch
+# invariant while there is one in any thread. It compiles again when this changes, so it is not the
+# number.
 ANYWHERE = [False]
-"""Whether there is one. `torch.compile` reads no context variables: so compiled functions are batch
-invariant while there is one in any thread. It compiles again when this changes, so it is not the
-number."""
 
 
 @contextmanager

@@ -12,8 +12,8 @@ from weft.errors import CaptureError
 from weft.torchapi.private import in_dispatch_mode
 from weft.trees import Axes, map_sized, replaced
 
+# The start and the end of a part, by axis.
 Spans = Mapping[str, tuple[int, int]]
-"""The start and the end of a part, by axis."""
 
 
 def find_bounds(count: int, parts: int) -> list[int]:

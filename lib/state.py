@@ -395,7 +395,10 @@ def resolve(state: State, batch: Batch) -> ResolvedBatch:
     Each token finds its request by a search in `query_start_loc`; tokens after its end belong to no
     request. On a GPU it is one kernel.
     """
-    limits = None if state.drafting is None else state.drafting.limits
+    if state.drafting is None:
+        limits = None
+    else:
+        limits = state.drafting.limits
     ids, positions, slots, seq_lens, block_table, last_index = resolve_tokens(
         batch.rows,
         batch.input_ids,

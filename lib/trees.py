@@ -31,11 +31,11 @@ _DESCRIPTOR = "weft.descriptor"
 _OF_THIS_VALUE = "weft.of_this_value"
 # The attribute in which attrs caches a hash.
 _HASH = "_attrs_cached_hash"
+# The metadata of a field whose value may differ from rank to rank.
 OF_THIS_PROCESS = {"weft.of_this_process": True}
-"""The metadata of a field whose value may differ from rank to rank."""
+# The metadata of a field that is no part of the tree: a value that is made of another one has the
+# field's default.
 OF_THIS_VALUE = {_OF_THIS_VALUE: True}
-"""The metadata of a field that is no part of the tree: a value that is made of another one has the
-field's default."""
 _FIELDS = "__weft_fields__"
 _SIZED = "__weft_sized__"
 
@@ -403,7 +403,10 @@ def keys_in(structure: TreeSpec) -> tuple[Any, ...]:
     context = structure.context
     node_keys = list[Any]()
     if isinstance(kind, type) and issubclass(kind, dict):
-        keys = context[1] if kind is defaultdict else context
+        if kind is defaultdict:
+            keys = context[1]
+        else:
+            keys = context
         node_keys = [value_key(key) for key in keys if type(key) is not str]
     elif context is not None and not isinstance(context, type | Context):
         node_keys = [value_key(context)]

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 import attrs
 import torch
 
+# Values of one of these types are equal only if they are the same in every respect.
 EXACT = frozenset(
     (
         bool,
@@ -20,7 +21,6 @@ EXACT = frozenset(
         torch.memory_format,
     )
 )
-"""Values of one of these types are equal only if they are the same in every respect."""
 
 
 def value_key(value: Any) -> Any:

@@ -15,9 +15,9 @@ from weft.transforms.engine.steps.step import Work
 
 # Tokens that are made up; every model that is drawn has as many.
 _VOCABULARY = 11
+# The number of steps after which an engine is taken to run forever; drawn loads take about a
+# hundred.
 MOST_STEPS = 3000
-"""The number of steps after which an engine is taken to run forever; drawn loads take about a
-hundred."""
 
 
 class Run(Protocol):

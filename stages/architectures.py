@@ -17,8 +17,8 @@ from weft.arguments.json_text import Fields
 from weft.errors import ConfigWarning
 from weft.stages.attention.rope import Rope, unknown_rope_keys
 
+# The values at which each field changes nothing.
 Allowed = Mapping[str, tuple[Any, ...]]
-"""The values at which each field changes nothing."""
 _SHOWN = 16
 _OF_THE_WHOLE = ("architectures", "model_type")
 
@@ -83,6 +83,7 @@ _QWEN3_FIXED: Allowed = {"mlp_bias": (False,), "use_qk_norm": (True, None)}
 _WINDOW_FIELDS = frozenset({"use_sliding_window", "max_window_layers"})
 # The `sliding_window` of transformers where a file is silent.
 _WINDOW = 4096
+# The fields that an architecture with experts has beside the common ones.
 MOE_FIELDS = frozenset(
     {
         "num_experts",
@@ -94,7 +95,6 @@ MOE_FIELDS = frozenset(
         "mlp_only_layers",
     }
 )
-"""The fields that an architecture with experts has beside the common ones."""
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "LlamaForCausalLM": Architecture(

@@ -13,12 +13,12 @@ from weft.stages.config import ModelConfig
 from weft.stages.custom.functions import LEAVES
 from weft.stages.shares import check_leaves
 
+# The dtypes of a KV cache besides the model's own.
 KV_DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn}
-"""The dtypes of a KV cache besides the model's own."""
+# The dtypes that a decoder runs in.
 DTYPES = {f"{dtype}".removeprefix("torch."): dtype for dtype in FLOATS}
-"""The dtypes that a decoder runs in."""
+# The ways in which ranks share the experts of a layer.
 EXPERTS = "columns", "whole"
-"""The ways in which ranks share the experts of a layer."""
 
 _RULES: dict[str, Rule] = {
     "dtype": (lambda dtype: dtype is None or _is_dtype(dtype), f"one of {', '.join(DTYPES)}"),

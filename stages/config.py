@@ -230,7 +230,10 @@ class ModelConfig:
             problem,
             f"mrope_section adds up to the {dim // 2} pairs of a head",
         )
-        experts = 1 if self.moe is None else self.moe.num_experts
+        if self.moe is None:
+            experts = 1
+        else:
+            experts = self.moe.num_experts
         problem = f"{self.num_layers} layers" + (
             "" if self.moe is None else f" of {experts} experts"
         )

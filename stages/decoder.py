@@ -184,7 +184,10 @@ def decoder_stage(
                 return state, IntermediateTensors(
                     hidden, batch.input_ids if num_drafts else None, positions, captured
                 )
-            where = read_at(batch, num_drafts) if num_drafts else None
+            if num_drafts:
+                where = read_at(batch, num_drafts)
+            else:
+                where = None
             beside_logits = dict[str, LogitsAt]()
             if beside is not None:
                 # With the drafts
@@ -380,5 +383,5 @@ def feed_forward(
     )
 
 
+# The decoder's own.
 BLOCKS = Blocks(norm, attention, feed_forward)
-"""The decoder's own."""

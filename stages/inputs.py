@@ -18,8 +18,8 @@ from weft.stages.params import DecoderParams, head_fault
 from weft.stages.shares import TensorRanks
 from weft.state import State, resolve
 
+# The instead of an error about places for drafts.
 NO_DRAFTS = "query_len=1, as in weft.Batch.decode(rows); weft.Engine(model, speculation=...) drafts"
-"""The instead of an error about places for drafts."""
 
 
 def check_call(

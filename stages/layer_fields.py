@@ -48,7 +48,10 @@ class Part:
 
     def place(self, field: Tensor) -> Tensor:
         """Its view of its field's tensor."""
-        rows = field if self.expert is None else field[self.expert]
+        if self.expert is None:
+            rows = field
+        else:
+            rows = field[self.expert]
         view = rows[self.start : self.start + self.shape[0]]
         if view.dim() == 1:
             return view
@@ -176,7 +179,10 @@ def _linear(layer: str, linear: _Linear, fp8: bool) -> dict[str, Field]:
         biases.append(Part(f"{name}.bias", (rows,), start))
         blocks = ceil_blocks(rows), ceil_blocks(linear.columns)
         scales.append(Part(f"{name}.weight_scale_inv", blocks, start // BLOCK))
-    weight_dtype = torch.float8_e4m3fn if fp8 else None
+    if fp8:
+        weight_dtype = torch.float8_e4m3fn
+    else:
+        weight_dtype = None
     fields = {f"{linear.field}_proj": Field((end, linear.width), tuple(weights), weight_dtype)}
     if linear.bias:
         fields[f"{linear.field}_bias"] = Field((end,), tuple(biases))

@@ -128,7 +128,8 @@ def run_layers(
             added, (hidden, pages) = None, changed_layer(start + index, change, whole, *layer_args)
         in_place = in_place and pages is layer_pages
         written.append(pages)
-    hidden = hidden if added is None else add_parts(added, hidden)
+    if added is not None:
+        hidden = add_parts(added, hidden)
     return hidden, kv_pages if in_place else torch.stack([*written, *kv_pages[len(written) :]])
 
 
@@ -157,7 +158,10 @@ def _layers_to_run(
 
 def _kind(config: ModelConfig, layer: LayerParams) -> Any:
     """Layers of one kind launch the same kernels for the same batch."""
-    window = config.windows[layer.index] if config.windows else 0
+    if config.windows:
+        window = config.windows[layer.index]
+    else:
+        window = 0
     leaves, structure = tree_flatten(attrs.evolve(layer, index=0))
     return window, structure, *(kernel_kind(x) if isinstance(x, Tensor) else x for x in leaves)
 

@@ -247,9 +247,9 @@ class _Split:
 _REQUESTS = 64
 # The decode step that `split_model` estimates.
 _CONTEXT = 512
+# The cost of sampling, as bytes that could be read meanwhile. Measured on an H200: 60 us for 64
+# requests and 151,936 tokens.
 BYTES_PER_LOGIT = 26
-"""The cost of sampling, as bytes that could be read meanwhile. Measured on an H200: 60 us for 64
-requests and 151,936 tokens."""
 
 
 @attrs.frozen

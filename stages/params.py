@@ -132,7 +132,10 @@ def slice_params(params: DecoderParams, layout: StageLayout) -> DecoderParams:
     check_layout(layout, len(params.layers), call)
     lm_head = None
     if layout.last:
-        lm_head = params.lm_head if layout.first else params.head
+        if layout.first:
+            lm_head = params.lm_head
+        else:
+            lm_head = params.head
     return DecoderParams(
         embed_tokens=params.embed_tokens if layout.first else None,
         layers=params.layers[layout.start : layout.stop],

@@ -76,6 +76,7 @@ _FP8: Mapping[str, Any] = {
     "weight_block_size": [128, 128],
 }
 
+# Objects for `weft.stages.config.parse_config`; `tiny` is not a published model, but one for tests.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "tiny": {
         **_QWEN3,
@@ -213,8 +214,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-"""Objects for `weft.stages.config.parse_config`; `tiny` is not a published model, but one for
-tests."""
 
 
 def random_params(
@@ -296,7 +295,10 @@ def _without_gaps(field: Field, whole: Tensor) -> Tensor:
     if sum(math.prod(part.shape) for part in field.parts) < whole.numel():
         kept = torch.zeros_like(whole, dtype=torch.bool)
         for part in field.parts:
-            rows = kept if part.expert is None else kept[part.expert]
+            if part.expert is None:
+                rows = kept
+            else:
+                rows = kept[part.expert]
             rows[part.start : part.start + part.shape[0], : part.shape[-1]] = True
         whole.view(torch.uint8 if whole.itemsize == 1 else whole.dtype).masked_fill_(~kept, 0)
     return whole

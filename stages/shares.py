@@ -30,11 +30,11 @@ from weft.ops.transfers.collective import all_gather, all_reduce, all_to_all, ax
 from weft.stages.config import ModelConfig, MoeConfig
 from weft.stages.layer_fields import Field, Part, layer_fields
 
+# A rank's share of a model: its index, and the number of ranks.
 Share = tuple[int, int]
-"""A rank's share of a model: its index, and the number of ranks."""
 WHOLE: Share = (0, 1)
+# The axis of a mesh along which ranks share the layers of a model.
 AXIS = "tensor"
-"""The axis of a mesh along which ranks share the layers of a model."""
 _DIVIDES = "a number of ranks by which it is a multiple of"
 
 
@@ -208,7 +208,10 @@ def _share_field(name: str, whole: Field, shard_field: Field, rank: int, kv_rank
     for place, (part, mine) in enumerate(
         zip(whole.parts[first : first + count], shard_field.parts, strict=True)
     ):
-        at = kv_rank if name.startswith("qkv") and place > 0 else rank
+        if name.startswith("qkv") and place > 0:
+            at = kv_rank
+        else:
+            at = rank
         offset = tuple(
             at * size if size < all_ else 0
             for size, all_ in zip(mine.shape, part.shape, strict=True)

@@ -133,9 +133,9 @@ def is_number(value: object, least: float, most: float) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
 
 
+# The type of an argument, or a function that says whether its value is valid; and the `instead` of
+# the error.
 Rule = tuple[type | UnionType | Callable[[Any], object], str]
-"""The type of an argument, or a function that says whether its value is valid; and the `instead` of
-the error."""
 COUNT: Rule = (lambda value: is_int(value, 1), "a whole number >= 1")
 COUNT_OR_NONE: Rule = (
     lambda value: value is None or is_int(value, 1),

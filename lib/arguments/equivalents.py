@@ -146,6 +146,7 @@ def for_add(field_names: Iterable[str]) -> dict[str, str]:
     }
 
 
+# The names for `SamplingParams`.
 SAMPLING = {
     **_SAMPLING,
     **_NOWHERE,
@@ -156,8 +157,8 @@ SAMPLING = {
     **_all("stop_regex stopping_criteria", "stop=[...], stop_token_ids=[...]"),
     **_all(_MASKS, f"engine.add(prompt, ..., {_MASK}"),
 }
-"""The names for `SamplingParams`."""
 
+# The names for `EngineLimits`.
 LIMITS = {
     **_all("max_num_seqs max_running_requests", "max_num_reqs=..."),
     **_all("chunked_prefill_size max_num_batched_tokens", "max_num_tokens=..."),
@@ -168,8 +169,8 @@ LIMITS = {
         "num_pages=...",
     ),
 }
-"""The names for `EngineLimits`."""
 
+# The names for `Engine`.
 ENGINE = {
     **_PLACE,
     **_NOWHERE,
@@ -186,8 +187,8 @@ ENGINE = {
     **_all("enable_chunked_prefill", "leave it out: prompts are always read in chunks"),
     **_all("disable_radix_cache enable_prefix_caching", "prefix_caching=False, or True"),
 }
-"""The names for `Engine`."""
 
+# The names for `load`.
 LOAD = {
     **_NOWHERE,
     **_all("enable_expert_parallel ep_size", 'experts="whole", with shard=(index, num_ranks)'),
@@ -219,4 +220,3 @@ LOAD = {
     **_all("load_format", "weft bench --load-format dummy, for random weights"),
     **_all("config", "leave it out: weft reads the checkpoint's own"),
 }
-"""The names for `load`."""

@@ -18,14 +18,14 @@ from weft.errors import ConfigError
 # Two libraries do not serve. `regex` (2026.5) with a time-out of 1 s was busy for 27 s and took 8
 # GB with one of the expressions in this module's tests. `google-re2` has no look-ahead, which the
 # expressions of released adapters use.
+# The most characters of an expression.
 MOST_CHARACTERS = 10_000
-"""The most characters of an expression."""
+# The most parts of an expression tried on one name: some hundredths of a second. Released adapters
+# take some hundred.
 MOST_STEPS = 20_000
-"""The most parts of an expression tried on one name: some hundredths of a second. Released adapters
-take some hundred."""
 
+# A function from the places where a match may begin to those where it may end.
 Ends = Callable[["_Name", frozenset[int]], frozenset[int]]
-"""A function from the places where a match may begin to those where it may end."""
 
 _PLAIN = re.compile(r"[\w.|-]{0,1000000}")
 _REPEAT = re.compile(r"\*|\+|\?|\{(?P<least>\d*)(?P<open>,(?P<most>\d*))?\}")

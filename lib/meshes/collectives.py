@@ -35,7 +35,10 @@ class _Meeting:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        schema = "" if self.schema is None else f": {self.schema}"
+        if self.schema is None:
+            schema = ""
+        else:
+            schema = f": {self.schema}"
         return f"{self.verb} among {', '.join(map(str, self.ranks))} [mb {self.microbatch}]{schema}"
 
 
@@ -136,6 +139,7 @@ class PPermute(_Meeting):
 
 Collective = AllReduce | AllGather | ReduceScatter | AllToAll | PPermute
 
+# The expression of a collective in the text of an effect.
 FORM = (
     r"(?P<collective>all_reduce|all_gather|reduce_scatter|all_to_all|ppermute)(?:"
     r" (?P<reduce>sum|max|min))?"
@@ -143,7 +147,6 @@ FORM = (
     r" \d+)*))?"
     r" among (?P<ranks>\d+(?:, \d+)*)"
 )
-"""The expression of a collective in the text of an effect."""
 
 
 def parsed(matched: re.Match[str], microbatch: int, schema: Schema | None) -> Collective | None:

@@ -17,12 +17,12 @@ from weft.errors import MeshError
 from weft.meshes.mesh import Mesh
 from weft.ops.products.parts import balanced
 
+# The functions that combine the values of two ranks.
 REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sum": operator.add,
     "max": torch.maximum,
     "min": torch.minimum,
 }
-"""The functions that combine the values of two ranks."""
 
 
 def reduced(inputs: Sequence[Tensor], reduce_op: str) -> Tensor:
@@ -157,9 +157,9 @@ def is_placement(node: Any) -> bool:
     return isinstance(node, Shard | Replicate | Partial | Placements | PerRank) or of_torch
 
 
+# The placement on each axis of a mesh: those that cut a tensor, in the order in which they do, and
+# then the others.
 Layout = tuple[tuple[str, Placement], ...]
-"""The placement on each axis of a mesh: those that cut a tensor, in the order in which they do, and
-then the others."""
 
 
 def on_axes(spec: Any, mesh: Mesh, call: str) -> Layout:

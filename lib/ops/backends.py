@@ -107,7 +107,10 @@ def _attention(kind: str) -> OpBackend:
     if default.name != "triton":
         return OpBackend("paged_attention", default.name, reason)
     lacks = BACKENDS["flashinfer"].missing(torch.device(kind))
-    lacking = f"; flashinfer lacks {lacks}" if lacks else ""
+    if lacks:
+        lacking = f"; flashinfer lacks {lacks}"
+    else:
+        lacking = ""
     return OpBackend("paged_attention", f"triton {version}", f"{reason}; auto is this one{lacking}")
 
 
@@ -175,7 +178,10 @@ def _chosen(op: str) -> str:
     )
     if fp8 and lacks:
         return f"{how}torch's scaled_mm for no shape: {lacks}"
-    name = "scaled_mm (cuBLASLt)" if fp8 else "F.linear (cuBLAS)"
+    if fp8:
+        name = "scaled_mm (cuBLASLt)"
+    else:
+        name = "F.linear (cuBLAS)"
     return (
         f"{how}torch's {name} where the model has it faster, for 6144x4096 from {_first(fp8)}"
         " tokens on"

@@ -13,9 +13,9 @@ from weft.torchapi.private import storage_id
 
 # The storages of these tensors.
 _CONSTANT: ContextVar[frozenset[int]] = ContextVar("weft.constant", default=frozenset())
+# While kernels are only asked for (`weft.ops.kernel_triton.compiling`), those that were, by kind;
+# otherwise None.
 ASKED: ContextVar[dict[Any, Any] | None] = ContextVar("weft.asked", default=None)
-"""While kernels are only asked for (`weft.ops.kernel_triton.compiling`), those that were, by kind;
-otherwise None."""
 _ALIGNED = 16
 # Kernels are chosen by whether an address is a multiple of so many bytes, or of less. torch's
 # allocations are multiples of 64 on a CPU, and of 512 on a GPU.

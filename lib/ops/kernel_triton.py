@@ -54,8 +54,8 @@ from weft.ops.constants import ASKED
 from weft.ops.tiles.tile import FEW_TOKENS
 from weft.torchapi.private import current_device
 
+# The tensor memory accelerator (TMA) needs rows that start at a multiple of this many bytes.
 LINE = 16
-"""The tensor memory accelerator (TMA) needs rows that start at a multiple of this many bytes."""
 _MOST_THREADS = 16
 _MOST_KNOWN = 4096
 # Seconds until a progress bar shows.
@@ -66,8 +66,8 @@ _PLAIN = frozenset((bool, int, str, type(None), tl.dtype))
 # The types of nearly all arguments that are no tensors.
 _VALUES = _PLAIN | {float}
 
+# Whether kernels run in Triton's interpreter, on the CPU.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-"""Whether kernels run in Triton's interpreter, on the CPU."""
 
 
 class Kernel:

@@ -27,10 +27,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Function = Callable[..., Any]
 
+# The parameter that makes a second operator of a function.
 FLAG = "batch_invariant"
-"""The parameter that makes a second operator of a function."""
+# The dtypes of a model's weights, hidden states and KV cache that the operators compute with.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes of a model's weights, hidden states and KV cache that the operators compute with."""
 
 
 class Operator(Protocol[P, R]):
@@ -318,7 +318,10 @@ def _exact(op: Any, derived: Function, writes: Sequence[str], returns_written: b
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            outs = output if isinstance(output, tuple) else (output,)
+            if isinstance(output, tuple):
+                outs = output
+            else:
+                outs = (output,)
             ctx.floating = [index for index, x in enumerate(outs) if x.is_floating_point()]
             ctx.non_tensors = [None if isinstance(x, Tensor) else x for x in inputs]
             ctx.places = [place for place, x in enumerate(inputs) if isinstance(x, Tensor)]
@@ -337,7 +340,10 @@ def _exact(op: Any, derived: Function, writes: Sequence[str], returns_written: b
                 for place, value in zip(grad_places, values, strict=True):
                     full_args[place] = value
                 out = derived(*full_args)
-                outs = out if isinstance(out, tuple) else (out,)
+                if isinstance(out, tuple):
+                    outs = out
+                else:
+                    outs = (out,)
                 return tuple(outs[index] for index in followed)
 
             pullback = torch.func.vjp(differentiated, *(args[place] for place in grad_places))[1]

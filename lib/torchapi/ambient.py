@@ -14,8 +14,8 @@ from torch.autograd import forward_ad
 
 from weft.torchapi.private import saved_tensors_hooks
 
+# Makes a context that puts something in force in the thread that enters it.
 Surroundings = Callable[[], AbstractContextManager[Any]]
-"""Makes a context that puts something in force in the thread that enters it."""
 
 # torch's device types that may have an autocast.
 _AUTOCAST = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "ipu")
@@ -114,6 +114,8 @@ def _cuda_stream() -> Surroundings:
     return functools.partial(torch.cuda.stream, torch.cuda.current_stream())
 
 
+# What torch keeps for each thread, in the order in which it is put in force. Torch function modes
+# and dispatch modes are not among it: two threads cannot share one.
 PER_THREAD: dict[str, Callable[[], Surroundings]] = {
     "inference mode": _inference_mode,
     "grad mode": _grad_mode,
@@ -125,8 +127,6 @@ PER_THREAD: dict[str, Callable[[], Surroundings]] = {
     "__torch_function__": _torch_function,
     "CUDA stream": _cuda_stream,
 }
-"""What torch keeps for each thread, in the order in which it is put in force. Torch function modes
-and dispatch modes are not among it: two threads cannot share one."""
 
 
 def surroundings() -> Surroundings:

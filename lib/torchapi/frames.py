@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
+# An attribute of tensors that `Tensor.__reduce_ex__` reads, and hardly any other code; see
+# `in_pickle`.
 READ_BY_PICKLE: Any = torch.Tensor._backward_hooks
-"""An attribute of tensors that `Tensor.__reduce_ex__` reads, and hardly any other code; see
-`in_pickle`."""
 
 
 def compiled_caller(below: str) -> types.FrameType | None:
@@ -85,7 +85,10 @@ def in_pickle() -> bool:
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "__reduce_ex__":
         frame = frame.f_back
-    caller = frame.f_back if frame is not None else None
+    if frame is not None:
+        caller = frame.f_back
+    else:
+        caller = None
     return caller is not None and caller.f_globals.get("__name__") != "copy"
 
 

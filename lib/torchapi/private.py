@@ -42,19 +42,19 @@ from weft.torchapi.watching import KEY as WATCH_KEY, unwatched, watched
 
 pytree = _pytree
 
+# The operators that stand for `reshape` in a trace.
 VIEWS = torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default
-"""The operators that stand for `reshape` in a trace."""
 
+# The attributes of a module in which torch keeps the hooks that a call runs.
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""The attributes of a module in which torch keeps the hooks that a call runs."""
+# The dicts in which torch keeps the hooks of all modules, by name.
 GLOBAL_HOOKS: dict[str, Any] = {
     name: getattr(torch.nn.modules.module, name)
     for name in (f"_global{hooks}" for hooks in MODULE_HOOKS)
 }
-"""The dicts in which torch keeps the hooks of all modules, by name."""
 
+# The dispatch key that comes first inside a transform of torch.func, and nowhere else.
 FUNCTORCH_KEY = "FuncTorchDynamicLayerFrontMode"
-"""The dispatch key that comes first inside a transform of torch.func, and nowhere else."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -92,9 +92,9 @@ def uncompiled(function: F) -> F:
     return function
 
 
+# The operator by which forward-mode derivatives make the memory of a tangent: zeros in the layout
+# of another.
 ZEROS_OF_A_TANGENT: Any = torch.ops.aten._new_zeros_with_same_feature_meta.default
-"""The operator by which forward-mode derivatives make the memory of a tangent: zeros in the layout
-of another."""
 
 
 def is_higher_order(func: Any) -> bool:
@@ -283,16 +283,16 @@ def innermost_storage_id(tensor: torch.Tensor) -> int:
     return storage_id(innermost(tensor))
 
 
+# Whether a tensor has a shape and no values, as in a trace.
 is_fake: Callable[[torch.Tensor], bool] = fake_tensor.is_fake
-"""Whether a tensor has a shape and no values, as in a trace."""
+# The number of active dispatch modes: traces, fake tensors, counters of operators.
 num_dispatch_modes: Callable[[], int] = _len_torch_dispatch_stack
-"""The number of active dispatch modes: traces, fake tensors, counters of operators."""
+# The number of active function modes, such as `torch.device("cpu")` as a context.
 num_function_modes: Callable[[], int] = _len_torch_function_stack
-"""The number of active function modes, such as `torch.device("cpu")` as a context."""
+# A context in which no function mode sees a call.
 WithoutFunctionModes: Callable[[], contextlib.AbstractContextManager[Any]] = (
     torch._C.DisableTorchFunction
 )
-"""A context in which no function mode sees a call."""
 WithoutAutocast: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C._DisableAutocast
 BelowAutograd: Callable[[], contextlib.AbstractContextManager[Any]] = (
     torch._C._AutoDispatchBelowAutograd
@@ -321,8 +321,8 @@ def saved_tensors_hooks() -> tuple[Any, Any] | None:
     return hooks
 
 
+# Sets autograd's mode in this thread, in a tenth of the time of the context manager.
 set_grad_mode: Callable[[bool], None] = torch._C._set_grad_enabled
-"""Sets autograd's mode in this thread, in a tenth of the time of the context manager."""
 
 
 def global_state_check() -> Callable[[], bool]:
@@ -591,7 +591,10 @@ def unowned(tensor: torch.Tensor) -> torch.Tensor:
 
 def seen_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A view of `tensor` with the lazy conjugate and negative flags of `like`."""
-    view = torch._conj(tensor) if like.is_conj() else tensor
+    if like.is_conj():
+        view = torch._conj(tensor)
+    else:
+        view = tensor
     if like.is_neg():
         return torch._neg_view(view)
     return view

@@ -37,8 +37,8 @@ from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.options import GraphifyOptions
 
+# The most calls in one example, which is a sequence of calls.
 MOST_CALLS = 4
-"""The most calls in one example, which is a sequence of calls."""
 
 
 @attrs.define(eq=False)
@@ -354,7 +354,10 @@ def _raise_first(f: Callable[..., Any], rows: Sequence[Row], options: Any) -> No
     ]
     last = f"weft.proofs.check({name_of(f)}, {', '.join(['calls', f'laws={law.name!r}', *option_texts])})"
     if isinstance(error, _Broken):
-        number = f" ({law.number})" if law.number else ""
+        if law.number:
+            number = f" ({law.number})"
+        else:
+            number = ""
         text = f"law {law.name!r}{number} does not hold of {name_of(f)}: {law.promise}\n"
         text += textwrap.indent(str(error), "  ")
         values = [("calls", error.calls), *named_values.items()]

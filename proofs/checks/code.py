@@ -19,8 +19,8 @@ from torch import Tensor
 from weft.proofs.checks.digits import digits
 from weft.proofs.checks.elements import has_no_numbers
 
+# The most elements of a tensor that are printed, unless all are the same.
 MOST_PRINTED = 256
-"""The most elements of a tensor that are printed, unless all are the same."""
 _WIDTH = 100
 _FACE = sys.modules["weft"]
 _PLAIN = (type(None), bool, int, str, bytes, type(...))
@@ -137,7 +137,10 @@ class Writer:
             where = ""
         else:
             where = f", device={str(x.device)!r}"
-        grad = ".requires_grad_()" if x.requires_grad else ""
+        if x.requires_grad:
+            grad = ".requires_grad_()"
+        else:
+            grad = ""
         resolved = x.detach().resolve_conj().resolve_neg()
         if resolved.is_meta:
             return (

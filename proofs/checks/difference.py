@@ -16,9 +16,8 @@ from weft.trees import leaves_with_names, tree_map, tree_structure
 from weft.value_keys import value_key
 
 ATOL = 2e-4
+# Tolerances (float32) for runs of different shapes, whose matrix products may sum in another order.
 RTOL = 2e-4
-"""Tolerances (float32) for runs of different shapes, whose matrix products may sum in another
-order."""
 
 
 class LawViolation(AssertionError):

@@ -114,7 +114,10 @@ def worst_place(a: Tensor, b: Tensor, differ: Tensor) -> Place:
     """The element that differs most; NaN on one side counts as more than any number."""
     if has_no_numbers(a.dtype):
         return first_place(a, b, differ)
-    wide = torch.complex128 if a.dtype.is_complex else torch.float64
+    if a.dtype.is_complex:
+        wide = torch.complex128
+    else:
+        wide = torch.float64
     amounts = (a.to(wide)[differ] - b.to(wide)[differ]).abs().nan_to_num(nan=torch.inf)
     return _place(a, b, tuple(int(i) for i in differ.nonzero()[amounts.argmax()]))
 

@@ -26,12 +26,12 @@ from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.engine.requests.masks import Mask
 
 LAW = "L11 an engine serves as alone"
+# From so many requests on, an example adds no more.
 MAX_REQUESTS = 5
-"""From so many requests on, an example adds no more."""
+# The default requests use so few tokens that stop tokens and repetitions occur.
 FEW_TOKENS = 12
-"""The default requests use so few tokens that stop tokens and repetitions occur."""
+# Each rule draws one number, and all else from it: Hypothesis repeats small values too often.
 SEEDS = st.integers(0, 2**32 - 1)
-"""Each rule draws one number, and all else from it: Hypothesis repeats small values too often."""
 
 
 def engine_machine(

@@ -145,7 +145,10 @@ def assert_equivalent(
 
 
 def _check_types(call: str, raises: Any) -> None:
-    types = raises if isinstance(raises, tuple) else (raises,)
+    if isinstance(raises, tuple):
+        types = raises
+    else:
+        types = (raises,)
     if strange := [
         one for one in types if not isinstance(one, type) or not issubclass(one, Exception)
     ]:

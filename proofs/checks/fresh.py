@@ -24,11 +24,11 @@ from torch import Tensor
 
 from weft.trees import tree_leaves
 
+# Seconds after which an answer is given up: a fork of a process with threads may wait for a lock
+# for ever.
 TIMEOUT = 60.0
-"""Seconds after which an answer is given up: a fork of a process with threads may wait for a lock
-for ever."""
+# The most bytes of tensors in a question, which are copied twice on their way.
 MOST_BYTES = 2**26
-"""The most bytes of tensors in a question, which are copied twice on their way."""
 _LENGTH = struct.Struct("<q")
 
 

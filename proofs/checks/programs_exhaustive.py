@@ -84,7 +84,10 @@ class Move:
                 )
                 self.run(stage, buffers)
             case Send(to, _, schema, source_stage):
-                stage = self.rank if source_stage is None else source_stage
+                if source_stage is None:
+                    stage = self.rank
+                else:
+                    stage = source_stage
                 self.require(
                     self.goes_on(stage) and stage % self.num_ranks == self.rank,
                     "sends another's result",
@@ -92,7 +95,10 @@ class Move:
                 self.require(to == (self.rank + 1) % self.num_ranks, "sends past its neighbour")
                 return self.launch([("stage", self.rank, to)], schema, stage, capacity)
             case Recv(source, _, schema, source_stage):
-                stage = source if source_stage is None else source_stage
+                if source_stage is None:
+                    stage = source
+                else:
+                    stage = source_stage
                 self.require(
                     self.goes_on(stage) and stage % self.num_ranks == source,
                     "receives another's result",

@@ -20,8 +20,8 @@ from weft.trees import tree_map
 if TYPE_CHECKING:
     from hypothesis import strategies as st
 
+# Seconds after which a search shows a progress bar.
 BAR_AFTER = 2.0
-"""Seconds after which a search shows a progress bar."""
 NOT_AGAIN = (
     "It did not happen again with the same arguments: something reads what changes from call to"
     " call."
@@ -251,7 +251,8 @@ def call_with(fn: Callable[..., Any], args: tuple[Any, ...] | dict[str, Any]) ->
 def name_of(fn: Any, otherwise: str = "f") -> str:
     """The name of a function in a message."""
     name = getattr(fn, "__name__", "")
-    name = name if name and "<" not in name else otherwise
+    if not (name and "<" not in name):
+        name = otherwise
     if hasattr(fn, "cache_info") and hasattr(fn, "explain"):
         return f"graphify({name})"
     return name

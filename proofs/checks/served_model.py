@@ -105,7 +105,10 @@ class ServedModel:
             most = self.max_model_len
             limits = EngineLimits(max_num_reqs=1, max_num_tokens=most, max_model_len=most)
             limits = attrs.evolve(limits, num_pages=-(-most // limits.page_size))
-            named = self.adapters if is_adapted else None
+            if is_adapted:
+                named = self.adapters
+            else:
+                named = None
             self._engines[is_adapted] = Engine(
                 self.model, limits, graph="none", run_ahead=0, adapters=named
             )

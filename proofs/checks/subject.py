@@ -20,13 +20,13 @@ from weft.transforms.graphs.graphified import Graphified
 from weft.trees import find_descriptors, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 from weft.value_keys import value_key
 
+# One call's arguments by name, defaults included.
 Arguments = dict[str, Any]
-"""One call's arguments by name, defaults included."""
 
 
+# What to find out before any other call: what a capture of the only call refuses
+# (`Subject.refusal`), or what the calls return in this order (`Subject.outcomes`).
 Question = tuple[Literal["refusal", "outcomes"], Sequence[Arguments]]
-"""What to find out before any other call: what a capture of the only call refuses
-(`Subject.refusal`), or what the calls return in this order (`Subject.outcomes`)."""
 
 
 @attrs.frozen(eq=False)
@@ -228,7 +228,8 @@ class _World:
                 raise
             self.reset()
             return None
-        expected = unpad(expected, descriptors[0]) if padded else expected
+        if padded:
+            expected = unpad(expected, descriptors[0])
         actual = subject.attempt(
             f"graphify({subject.name})", lambda: subject.call(graph, graph_arguments)
         )

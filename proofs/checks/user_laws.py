@@ -191,12 +191,12 @@ def bits(subject: Subject, calls: Calls) -> int:
 
 
 Floats = tuple[Tensor, ...]
+# Transforms of torch.func for a function from floating-point tensors to a tuple of them.
 FUNC: dict[str, Callable[[Callable[..., Floats], Floats], Any]] = {
     "vmap": lambda fn, xs: func.vmap(fn)(*(torch.stack([x, x]) for x in xs)),
     "grad": lambda fn, xs: func.grad(_loss(fn), argnums=tuple(range(len(xs))))(*xs),
     "jvp": lambda fn, xs: func.jvp(fn, xs, tuple(map(torch.ones_like, xs))),
 }
-"""Transforms of torch.func for a function from floating-point tensors to a tuple of them."""
 
 
 def _loss(fn: Callable[..., Floats]) -> Callable[..., Tensor]:
@@ -268,6 +268,7 @@ def _wants_copies(subject: Subject) -> str:
     return ""
 
 
+# The laws in the order in which they are checked.
 LAWS = (
     UserLaw("pure", "", "equal arguments, equal results", pure),
     UserLaw("graph", "L1", "a graph of it is it, bitwise", graph, captures=True),
@@ -278,4 +279,3 @@ LAWS = (
     UserLaw("microbatch", "L13", "2 and 3 parts are the whole", microbatches, on_request=True),
     UserLaw("bits", "L20", "padded or in parts, the same bits", bits, wants_rows, on_request=True),
 )
-"""The laws in the order in which they are checked."""

@@ -22,9 +22,9 @@ from weft.transforms.graphs.graphify import graphify
 from weft.trees import tree_leaves, tree_map
 
 _LAW = "L24 graph is eager"
+# The errors that a call of a graph may raise: one of an operator, which the function would handle,
+# ends a replay.
 REFUSALS: tuple[type[Exception], ...] = (WeftError, vars(torch.linalg)["LinAlgError"])
-"""The errors that a call of a graph may raise: one of an operator, which the function would handle,
-ends a replay."""
 
 
 @attrs.define
@@ -332,7 +332,10 @@ def _in_surroundings(world: _World, call: int) -> Any:
 
 def reason_of(error: Exception) -> str:
     """The reason of a refusal without the user's line, names and sizes."""
-    problem = error.problem if isinstance(error, WeftError) else str(error)
+    if isinstance(error, WeftError):
+        problem = error.problem
+    else:
+        problem = str(error)
     text = re.sub(r"\(.*?\)|\[.*?\]", "(...)", problem.splitlines()[0])
     return f"{type(error).__name__}: {re.sub(r'[xy][0-9]+', 'x', text)}"
 

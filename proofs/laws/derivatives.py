@@ -16,13 +16,12 @@ from weft.proofs.strategies.models import Scenario
 from weft.transforms.graphs.graphify import graphify
 from weft.trees import leaves_with_names, tree_leaves, tree_map
 
+# The step of a finite difference, as a multiple of the direction. Weights have a deviation of 0.3.
 STEP = 1e-2
-"""The step of a finite difference, as a multiple of the direction. Weights have a deviation of 0.3.
-"""
 NEAR = 1e-3
+# The tolerances in float32 between a slope and its finite difference: relative to a random
+# direction's slope, and absolute.
 NOISE = 1e-4
-"""The tolerances in float32 between a slope and its finite difference: relative to a random
-direction's slope, and absolute."""
 
 
 def derivatives_are_of_the_step(scenario: Scenario, place: int | None, device: str = "cpu") -> None:
@@ -55,7 +54,10 @@ def derivatives_are_of_the_step(scenario: Scenario, place: int | None, device: s
     measured = _measured(run, params, direction, expected[1][0])
     for way, one, other in (("grad", slope, measured), ("jvp", forward.item(), slope)):
         if other is not None and not abs(one - other) <= NEAR * size + NOISE:
-            what = "all parameters" if place is None else names[at[0]]
+            if place is None:
+                what = "all parameters"
+            else:
+                what = names[at[0]]
             raise LawViolation(
                 f"L15 the slope of a step's loss by {what}: {way} gives {one:.6g}, and it is"
                 f" {other:.6g}"

@@ -12,8 +12,8 @@ from weft.proofs.strategies.captures.functions import Function, Rows
 from weft.transforms.graphs.graphify import graphify
 from weft.trees import tree_map
 
+# The share by which an estimate may exceed the memory used.
 SHARE = 0.1
-"""The share by which an estimate may exceed the memory used."""
 
 
 def memory_is_estimated(function: Function, classes: int, device: str = "cpu") -> None:

@@ -30,8 +30,8 @@ from weft.transforms.pipelines.timing.simulate import simulate
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.weaving import interleaved
 
+# The most positions of ranks for which every order of a generated program is tried.
 WORLDS = 5_000
-"""The most positions of ranks for which every order of a generated program is tried."""
 
 
 def refusal(case: Scheduled) -> str | None:

@@ -10,14 +10,15 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+# What a kept value is looked up by.
 KEYS: dict[str, Callable[[Tensor], Any]] = {
     "nothing": lambda x: None,
     "the shape": lambda x: x.shape,
     "the dtype": lambda x: x.dtype,
     "the number of dimensions": lambda x: x.dim(),
 }
-"""What a kept value is looked up by."""
 
+# What is kept of a call.
 KEPT: dict[str, Callable[[Tensor], Any]] = {
     "a tensor": lambda x: x.mean(),
     "the argument": lambda x: x.clone(),
@@ -25,10 +26,9 @@ KEPT: dict[str, Callable[[Tensor], Any]] = {
     "a list": lambda x: x.flatten().tolist(),
     "a choice": lambda x: 1.0 if x.flatten()[0] > 0 else -1.0,
 }
-"""What is kept of a call."""
 
+# A cache: the value for a key, made by a function where there is none.
 Look = Callable[[Any, Callable[[], Any]], Any]
-"""A cache: the value for a key, made by a function where there is none."""
 
 
 def _in_a_closure() -> Look:

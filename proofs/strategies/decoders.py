@@ -10,8 +10,8 @@ import attrs
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
+# Characters of one to four bytes, those that decoders remove or add among them.
 CHARACTERS = "abé☂👍 ▁\n"
-"""Characters of one to four bytes, those that decoders remove or add among them."""
 WORDS = (
     *(
         "the",
@@ -76,6 +76,7 @@ _STRIPS = st.sampled_from([(1, 0), (3, 0), (0, 1), (0, 0)]).flatmap(
         decoders.Strip, st.sampled_from([" ", "▁", "a"]), st.just(sides[0]), st.just(sides[1])
     )
 )
+# Each kind of decoder by the name of its class.
 SIMPLE: Mapping[str, st.SearchStrategy[Any]] = {
     "BPEDecoder": st.builds(decoders.BPEDecoder, st.sampled_from(["</w>", "a"])),
     "ByteFallback": st.builds(decoders.ByteFallback),
@@ -91,13 +92,13 @@ SIMPLE: Mapping[str, st.SearchStrategy[Any]] = {
     "Strip": _STRIPS,
     "WordPiece": st.builds(decoders.WordPiece, cleanup=st.booleans()),
 }
-"""Each kind of decoder by the name of its class."""
 _FALLBACK = [
     decoders.Replace("▁", " "),
     decoders.ByteFallback(),
     decoders.Fuse(),
     decoders.Strip(" ", 1, 0),
 ]
+# Decoders of released models.
 FAMILIES: Mapping[str, Any] = {
     "byte level, as GPT-2's, Llama 3's and Qwen's": decoders.ByteLevel(),
     "byte fallback, as Llama 2's and TinyLlama's": decoders.Sequence(_FALLBACK),
@@ -107,7 +108,6 @@ FAMILIES: Mapping[str, Any] = {
     "ends of words, as GPT's": decoders.BPEDecoder(),
     "CTC, as Wav2Vec2's": decoders.CTC(),
 }
-"""Decoders of released models."""
 CHAINS = st.lists(st.one_of(*SIMPLE.values()), min_size=1, max_size=4).map(decoders.Sequence)
 # The rest of such a chain sees one text that grows.
 _TEXT_CHAINS = st.builds(

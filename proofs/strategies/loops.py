@@ -18,8 +18,8 @@ from torch.nn import functional
 from weft.torchapi.private import all_schemas, overload_of
 from weft.transforms.graphs.backends.host_reads import READS
 
+# The most steps of a drawn loop.
 STEPS = 12
-"""The most steps of a drawn loop."""
 
 
 @attrs.frozen
@@ -265,8 +265,8 @@ class Peek:
 
 
 Instruction = Apply | Custom | Attend | Copy | Index | Put | Peek | Take
+# Slots of [n, n], and the counter, [] int64.
 Carry = tuple[tuple[Tensor, ...], Tensor]
-"""Slots of [n, n], and the counter, [] int64."""
 
 
 def _perform(

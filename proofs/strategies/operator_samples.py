@@ -13,11 +13,11 @@ from torch import Tensor
 
 from weft.torchapi.private import pytree, seen_as, storage_id
 
+# The dtypes by name.
 DTYPES = {
     str(d).removeprefix("torch."): d
     for d in (torch.float32, torch.bfloat16, torch.int64, torch.complex64)
 }
-"""The dtypes by name."""
 # The seed of the samples that give a replay new values, counted from that of the first ones.
 _OTHER_SEED = 1
 

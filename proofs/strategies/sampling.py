@@ -18,8 +18,9 @@ _CHOICES: dict[str, st.SearchStrategy[Any]] = {
     "frequency_penalty": st.sampled_from((-0.5, 1.5)),
     "min_tokens": st.integers(1, 4),
 }
+# The fields that `sampling_params` draws for each request.
 ALWAYS = ("temperature", "seed", "stop_token_ids")
-"""The fields that `sampling_params` draws for each request."""
+# The fields that do not reach the table of sampling parameters, each with its reason.
 ON_HOST: Mapping[str, str] = {
     "bad_words": "becomes a mask of each step, or bad_token_ids",
     "stop": "ends a text, which the host has",
@@ -31,7 +32,6 @@ ON_HOST: Mapping[str, str] = {
     "detokenize": "whether there is a text",
     "n": "the number of requests",
 }
-"""The fields that do not reach the table of sampling parameters, each with its reason."""
 
 
 def choices(vocab_size: int) -> dict[str, st.SearchStrategy[Any]]:

@@ -20,8 +20,8 @@ from weft.transforms.shards.shard import shard
 
 _MOST_ELEMENTS = 5000
 TWO = Mesh(x=2)
+# `(*tensors) -> (result of rank 0, result of rank 1)`.
 Ranks = Callable[..., tuple[Any, Any]]
-"""`(*tensors) -> (result of rank 0, result of rank 1)`."""
 
 
 def _sum(result: Any) -> Tensor:

@@ -28,8 +28,8 @@ from weft.ops.transfers.collective import (
 from weft.transforms.shards.shard import Sharded, shard
 from weft.trees import tree_map
 
+# `(params, state, x) -> x`.
 Step = Callable[[dict[str, Tensor], dict[str, Tensor], Tensor], Tensor]
-"""`(params, state, x) -> x`."""
 
 
 @attrs.frozen(eq=False)
@@ -299,8 +299,8 @@ class _Writer:
         self.add("read state", local, lambda params, state, x: x + state["h"])
 
 
+# The dimensions of a matrix, as a collective may name them. `-1 - dim` is the other one.
 DIMENSIONS = (0, 1, -2, -1)
-"""The dimensions of a matrix, as a collective may name them. `-1 - dim` is the other one."""
 
 
 def _permutations(size: int) -> Iterator[tuple[tuple[int, int], ...]]:

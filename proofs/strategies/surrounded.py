@@ -23,8 +23,8 @@ from weft.transforms.shards.shard import Sharded, shard
 
 AXIS = "rows"
 Read = Callable[[], Tensor]
+# `(x, read) -> x`, where `read` returns the tensor that is closed over.
 Step = Callable[[Tensor, Read], Tensor]
-"""`(x, read) -> x`, where `read` returns the tensor that is closed over."""
 
 
 def _loop(x: Tensor, read: Read) -> Tensor:
@@ -93,6 +93,7 @@ def _ring(step: int) -> list[tuple[int, int]]:
     return [(place, (place + step) % count) for place in range(count)]
 
 
+# Steps that are the same on a rank and on the whole.
 STEPS: dict[str, Step] = {
     "tanh": lambda x, read: torch.tanh(x) * x,
     "detach": lambda x, read: x * x.detach(),
@@ -109,14 +110,13 @@ STEPS: dict[str, Step] = {
     "without autocast": _exact,
     "a loop": _loop,
 }
-"""Steps that are the same on a rank and on the whole."""
+# Steps on a rank, and on the whole.
 COLLECTIVE_STEPS: dict[str, tuple[Step, Step]] = {
     "less the mean": (_mean_of_ranks, lambda x, read: x - x.mean()),
     "less the least": (_least_of_all, lambda x, read: x - x.amin()),
     "around and back": (_around, lambda x, read: x * 2),
     "a meeting of threads": (_meeting, lambda x, read: x),
 }
-"""Steps on a rank, and on the whole."""
 
 
 class _Object:
@@ -134,8 +134,8 @@ class _Module(nn.Module):
         self.weight: Any = nn.Parameter(weight)
 
 
+# Reads the tensor, and puts another one in its place.
 Holder = tuple[Read, Callable[[Tensor], None]]
-"""Reads the tensor, and puts another one in its place."""
 
 
 def _in_a_nonlocal() -> Holder:
@@ -172,13 +172,13 @@ def _in_a_module() -> Holder:
     return lambda: module.weight, write
 
 
+# Where the tensor is that the function closes over.
 HOLDERS: dict[str, Callable[[], Holder]] = {
     "a nonlocal": _in_a_nonlocal,
     "an entry of a dict": _in_a_dict,
     "an attribute of an object": _in_an_object,
     "a parameter of a module": _in_a_module,
 }
-"""Where the tensor is that the function closes over."""
 
 
 def _inside(context: Callable[[], AbstractContextManager[Any]]) -> Callable[[Any, Tensor], Any]:
@@ -240,6 +240,7 @@ def _lowered(step: Any, x: Tensor) -> Any:
     return step(x)
 
 
+# The surroundings of a call `step(x)`.
 FIRST_CALLS: dict[str, Callable[[Any, Tensor], Any]] = {
     "a plain call": lambda step, x: step(x),
     "in a graph": lambda step, x: graphify(step)(x),
@@ -260,7 +261,6 @@ FIRST_CALLS: dict[str, Callable[[Any, Tensor], Any]] = {
     "on another default device": _inside(lambda: torch.device("meta")),
     "of a copy of a called one": lambda step, x: (step(x), copy.deepcopy(step)(x)),
 }
-"""The surroundings of a call `step(x)`."""
 
 
 def _backward(f: Callable[[Tensor, Tensor], Tensor], w: Tensor, x: Tensor) -> Any:
@@ -269,6 +269,7 @@ def _backward(f: Callable[[Tensor, Tensor], Tensor], w: Tensor, x: Tensor) -> An
     return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
 
 
+# Calls of a function `(weight, x)`, and its derivatives.
 LATER_CALLS: dict[str, Callable[[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor], Any]] = {
     "a plain call": lambda f, w, x: f(w, x),
     "backward": _backward,
@@ -287,7 +288,6 @@ LATER_CALLS: dict[str, Callable[[Callable[[Tensor, Tensor], Tensor], Tensor, Ten
     )(w),
     "graph of grad": lambda f, w, x: graphify(func.grad(lambda param: f(param, x).sum()))(w),
 }
-"""Calls of a function `(weight, x)`, and its derivatives."""
 
 
 @attrs.frozen(eq=False)

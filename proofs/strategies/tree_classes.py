@@ -12,6 +12,7 @@ from torch import Tensor
 
 from weft.trees import pytree, static
 
+# The options of `attrs.frozen` that change how a class is made, with the values that are drawn.
 CLASS_OPTIONS: dict[str, tuple[Any, ...]] = {
     "slots": (True, False),
     "weakref_slot": (True, False),
@@ -19,8 +20,8 @@ CLASS_OPTIONS: dict[str, tuple[Any, ...]] = {
     "init": (True, False),
     "field_transformer": (None, lambda cls, fields: fields),
 }
-"""The options of `attrs.frozen` that change how a class is made, with the values that are drawn."""
 
+# The other options of `attrs.frozen`, each with a reason.
 CLASS_OPTIONS_NOT_DRAWN = {
     "kw_only": "always True, so that fields with and without defaults come in any order",
     "these": "another way to list the fields",
@@ -35,11 +36,11 @@ CLASS_OPTIONS_NOT_DRAWN = {
     ("repr", "str", "eq", "order", "hash", "unsafe_hash", "match_args"),
     "a method that is not called while a value is made",
 )
-"""The other options of `attrs.frozen`, each with a reason."""
 
+# The options of `attrs.field` that are drawn; `metadata` is `weft.static()`.
 FIELD_OPTIONS = ("default", "factory", "validator", "init", "converter", "alias", "metadata")
-"""The options of `attrs.field` that are drawn; `metadata` is `weft.static()`."""
 
+# The other options of `attrs.field`, each with a reason.
 FIELD_OPTIONS_NOT_DRAWN = {
     "type": "an annotation",
     "kw_only": "the class says it",
@@ -47,10 +48,9 @@ FIELD_OPTIONS_NOT_DRAWN = {
 } | dict.fromkeys(
     ("repr", "hash", "eq", "order"), "a part of a method that is not called while a value is made"
 )
-"""The other options of `attrs.field`, each with a reason."""
 
+# The methods of a user's class that run while it is called.
 HOOKS = ("__attrs_pre_init__", "__attrs_post_init__", "__new__")
-"""The methods of a user's class that run while it is called."""
 
 
 def options_of(function: Callable[..., Any]) -> set[str]:

@@ -59,7 +59,10 @@ def arguments(
     """The arguments of `weft::paged_attention` after the pages."""
     longest = batch.descriptor.query_len or max(len(q), 1)
     if window is None:
-        window = config.windows[layer.index] if config.windows else 0
+        if config.windows:
+            window = config.windows[layer.index]
+        else:
+            window = 0
     where = batch.slot_mapping, batch.block_table, batch.query_start_loc, batch.seq_lens
     return *where, longest, config.head_dim**-0.5, window
 

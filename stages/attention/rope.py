@@ -312,7 +312,10 @@ def _yarn(rope: Rope, periods: Tensor, factor: float, original: int, head_dim: i
     low = max(low, 0)
     high = min(high, head_dim - 1)
     # transformers' widening of an empty band, so that the ramp has a slope.
-    width = high - low if high != low else (high + 0.001) - low
+    if high != low:
+        width = high - low
+    else:
+        width = (high + 0.001) - low
     steps = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
     # The rounding of `1 - (1 - x)` is transformers', and the last bit of its values depends on it.
     keep = 1 - ((steps - low) / width).clamp(0, 1)

@@ -13,8 +13,8 @@ from weft.errors import CheckpointError, RequestError
 from weft.stages.checkpoints.chat_jinja import compiled, said
 
 Messages = Sequence[Mapping[str, Any]]
+# The special tokens that a template may name.
 TOKENS = "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
-"""The special tokens that a template may name."""
 _RULES: dict[str, Rule] = {
     "messages": (
         lambda conversation: (
@@ -145,7 +145,8 @@ def _default_of(template: Any) -> str | None:
 
 
 def _text_of(token: Any) -> str | None:
-    token = token.get("content") if isinstance(token, dict) else token
+    if isinstance(token, dict):
+        token = token.get("content")
     if isinstance(token, str):
         return token
     return None

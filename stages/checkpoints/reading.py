@@ -365,7 +365,10 @@ def _check_names(
 ) -> None:
     missing = [name for name in needed if name not in files]
     explained = tensor_shapes(config, StageLayout(0, 1, 0, config.num_layers))
-    tied = {HEAD} if config.tie_word_embeddings else set()
+    if config.tie_word_embeddings:
+        tied = {HEAD}
+    else:
+        tied = set()
     other = ARCHITECTURES[config.architecture].other_tensors
     left = [
         name

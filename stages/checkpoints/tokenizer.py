@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 from weft.arguments.checks import kind_of
 from weft.errors import CheckpointError, RequestError, WeftError
 
+# Characters from which on a text is long: it takes some milliseconds.
 LONG_TEXT = 2000
-"""Characters from which on a text is long: it takes some milliseconds."""
 
 
 @contextmanager

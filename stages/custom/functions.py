@@ -25,20 +25,19 @@ DecoderStage = Callable[
 ]
 Transform = Callable[[DecoderStage], DecoderStage]
 Tables = tuple[Tensor, Tensor]
+# A decoder layer: `(params, kv_pages, batch, tables, hidden) -> (hidden, kv_pages)`, with the
+# shapes of `layers`, but that `kv_pages` are the layer's own.
 Layer = Callable[[LayerParams, Tensor, ResolvedBatch, Tables, Tensor], tuple[Tensor, Tensor]]
-"""A decoder layer: `(params, kv_pages, batch, tables, hidden) -> (hidden, kv_pages)`, with the
-shapes of `layers`, but that `kv_pages` are the layer's own."""
+# `(config, layer, q, kv_pages, batch) -> mixed`: what a token reads of its context, as
+# `weft.stages.attend`.
 Attend = Callable[[ModelConfig, LayerParams, Tensor, Tensor, ResolvedBatch], Tensor]
-"""`(config, layer, q, kv_pages, batch) -> mixed`: what a token reads of its context, as
-`weft.stages.attend`."""
+# The logits [n, vocab_size] of a model that reads beside another one, of some tokens of the batch.
 LogitsAt = Callable[[Tensor | slice], Tensor]
-"""The logits [n, vocab_size] of a model that reads beside another one, of some tokens of the batch.
-"""
+# Models that read the same tokens: `(state, batch) -> (state, logits by name)`.
 Beside = Callable[[State, ResolvedBatch], tuple[State, dict[str, LogitsAt]]]
-"""Models that read the same tokens: `(state, batch) -> (state, logits by name)`."""
+# `(logits [n, vocab_size], rows [n], extras) -> logits`: a function on logits, each with its
+# request's extras.
 ChangeLogits = Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]
-"""`(logits [n, vocab_size], rows [n], extras) -> logits`: a function on logits, each with its
-request's extras."""
 
 
 # For each function of one's own, the number of its arguments by position, those by keyword, and its
@@ -51,16 +50,15 @@ _CALLS = {
     "logits": (3, (), "(logits, rows, extras) -> logits"),
     "layers": (1, (), "(layer) -> layer"),
 }
+# The signature of a decoder layer, and what it returns.
 LAYER = "(params, kv_pages, batch, tables, hidden) -> (hidden, kv_pages)"
-"""The signature of a decoder layer, and what it returns."""
 
 LEAVES: Rule = (
     lambda leaves: is_int(leaves, 1) and leaves & (leaves - 1) == 0,
     "a power of two: 1, 2, 4, 8",
 )
+# What is done with the leading tokens of a request that the prefix cache has (`StageFunctions`).
 PREFIX_CACHING = ("full", "recompute", "snapshot", "none")
-"""What is done with the leading tokens of a request that the prefix cache has (`StageFunctions`).
-"""
 
 
 @attrs.frozen(eq=False)
@@ -203,8 +201,8 @@ class StageFunctions:
         return ", ".join(parts) or "the decoder's own"
 
 
+# The decoder's own functions alone.
 OWN = StageFunctions()
-"""The decoder's own functions alone."""
 
 
 def _after(

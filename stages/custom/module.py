@@ -354,7 +354,10 @@ def _put_back(places: list[Place], before: list[Any]) -> None:
 def _call_on_inputs(module: nn.Module, batch: Any, x: Any) -> Any:
     inputs = batch if x is None else x
     by_name = isinstance(inputs, Mapping) and not is_dataclass(inputs)
-    kwargs: dict[str, Any] = dict(inputs) if by_name else {}
+    if by_name:
+        kwargs: dict[str, Any] = dict(inputs)
+    else:
+        kwargs = {}
     if by_name:
         args: tuple[Any, ...] = ()
     elif type(inputs) is tuple:

@@ -23,9 +23,9 @@ from weft.stages.params import DecoderParams, head_fault
 from weft.state import State
 from weft.torchapi.private import to_device
 
+# `(params, kv_pages, batch) -> (hidden, kv_pages)`: a second model reads the tokens that a stage
+# reads.
 Read = Callable[[DecoderParams, Tensor, ResolvedBatch], tuple[Tensor, Tensor]]
-"""`(params, kv_pages, batch) -> (hidden, kv_pages)`: a second model reads the tokens that a stage
-reads."""
 
 
 def reader(config: ModelConfig, functions: StageFunctions, device: torch.device) -> Read:

@@ -37,9 +37,9 @@ PIPELINED = Way("pipelined", 2, "none")
 BOTH = Way("both", 2, "full")
 WAYS = (EAGER, GRAPHIFIED, PIPELINED, BOTH)
 
+# The ways that are compared; bitwise if they have the same number of stages, and so of
+# micro-batches, or if the model is batch invariant.
 COMPARISONS = ((GRAPHIFIED, EAGER), (PIPELINED, EAGER), (BOTH, EAGER), (BOTH, PIPELINED))
-"""The ways that are compared; bitwise if they have the same number of stages, and so of
-micro-batches, or if the model is batch invariant."""
 
 
 def run(options: Demo) -> int:
@@ -71,7 +71,10 @@ def run(options: Demo) -> int:
         ) as bar:
             fast, comparisons = _run(model, prompts, max_tokens, bar)
             _, found_exact = _run(exact, prompts, max_tokens, bar)
-    threads = " with 1 thread" if model.device.type == "cpu" else ""
+    if model.device.type == "cpu":
+        threads = " with 1 thread"
+    else:
+        threads = ""
     size = f"{model.config.num_layers} layers, {num_bytes(model.params) / 2**20:.1f} MiB in float32"
     show([f"{model.config.architecture}, {size}, on {model.device}{threads}"])
     show([f"{len(PROMPTS)} prompts in one batch, up to {max_tokens} tokens each, greedy\n"])

@@ -13,6 +13,7 @@ import attrs
 from weft.errors import RequestError, WeftError
 from weft.transforms.cli.flags import Kind
 
+# The groups of options in the order of `--help`; exactly one option of the group `model` is given.
 GROUPS = (
     "model",
     "options",
@@ -24,9 +25,8 @@ GROUPS = (
     "how it runs",
     "the network",
 )
-"""The groups of options in the order of `--help`; exactly one option of the group `model` is given.
-"""
 
+# Options that count for nothing without another one: one of these, as far as the command has them.
 NEEDS = {
     "draft": ("speculate",),
     "system": ("chat",),
@@ -36,9 +36,8 @@ NEEDS = {
     "experts": ("tp", "gpus"),
     "reduction_leaves": ("batch_invariant",),
 }
-"""Options that count for nothing without another one: one of these, as far as the command has them.
-"""
 
+# For an option, those that count for nothing next to it.
 IDLE = {
     "eval": (
         "workload",
@@ -54,7 +53,6 @@ IDLE = {
     "output_len": ("workload",),
     "gpus": ("pp", "tp"),
 }
-"""For an option, those that count for nothing next to it."""
 
 
 def option(
@@ -73,7 +71,8 @@ def option(
         default: `attrs.NOTHING`: the flag is required.
         also: other flags that set it, and their keywords.
     """
-    kind = kind if isinstance(kind, Mapping) else {"choices": kind}
+    if not isinstance(kind, Mapping):
+        kind = {"choices": kind}
     return attrs.field(
         default=default, metadata={"group": group, "help": help, "kind": kind, "also": also}
     )

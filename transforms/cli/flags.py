@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+# The kind of an option's value: keywords of `argparse.ArgumentParser.add_argument`.
 Kind = Mapping[str, Any]
-"""The kind of an option's value: keywords of `argparse.ArgumentParser.add_argument`."""
 
 
 def value(

@@ -20,8 +20,8 @@ from weft.transforms.engine.evaluation.certificates import Certificate
 from weft.transforms.engine.generate import Completion, generate
 from weft.transforms.engine.requests.inputs import encode_prompt
 
+# The prompts, as text or in the form that `--prompt-ids` takes, and their completions.
 Completed = list[tuple[str, Completion]]
-"""The prompts, as text or in the form that `--prompt-ids` takes, and their completions."""
 
 
 def run(options: Generate) -> int:

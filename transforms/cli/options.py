@@ -43,6 +43,7 @@ from weft.transforms.cli.flags import (
 )
 from weft.transforms.graphs.ladder import MODES
 
+# The values of `--preset`: the names in `weft.stages.random_weights`, without its import of torch.
 PRESETS = (
     "tiny",
     "qwen3-0.6b",
@@ -55,12 +56,10 @@ PRESETS = (
     "llama-3.2-1b",
     "llama-3.1-8b",
 )
-"""The values of `--preset`: the names in `weft.stages.random_weights`, without its import of torch.
-"""
 
 _TOKENS_PER_STEP = "8192 on a large GPU, 4096 there for a small model, else 2048"
+# The values of `--workload`: tokens of each prompt and of each completion.
 WORKLOADS = {"decode": (2, 512), "prefill": (512, 64), "mixed": (512, 512)}
-"""The values of `--workload`: tokens of each prompt and of each completion."""
 _SIZES = ", ".join(
     f"{name} {prompt} and {completion}" for name, (prompt, completion) in WORKLOADS.items()
 )

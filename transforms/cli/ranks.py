@@ -152,7 +152,10 @@ def _as_rank(fn: Callable[[Here, *Ts], T], options: RunOptions, *args: *Ts) -> T
     """Call `fn` as one rank."""
     backend: Any = options.transport
     # Each rank takes a GPU of its own
-    device = None if options.device == "cuda" else options.device
+    if options.device == "cuda":
+        device = None
+    else:
+        device = options.device
     # The command has read the configuration before, and warned
     warnings.simplefilter("ignore", ConfigWarning)
     transport = Distributed(device=device, backend=backend, timeout=options.timeout)

@@ -114,7 +114,10 @@ def _serve(here: Here, options: Serve, name: str) -> int:
 
     key = _api_key(options)
     template = _template(options)
-    http = HttpProcess(_bound(options)) if here.first else None
+    if here.first:
+        http = HttpProcess(_bound(options))
+    else:
+        http = None
     try:
         engine = _engine(here, options, name)
         gc.collect()

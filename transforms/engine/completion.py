@@ -176,7 +176,10 @@ class CompletionState:
         if self.tokenizer is None:
             return False
         self.text_offsets.append(self._detokenizer.num_chars)
-        new = "" if self._hides_last else self._detokenizer.add(token)
+        if self._hides_last:
+            new = ""
+        else:
+            new = self._detokenizer.add(token)
         if not params.stop:
             self._show(new)
             return False
@@ -192,7 +195,10 @@ class CompletionState:
             first: the first token's place in the step.
             start: its index in the request; None: it is the next.
         """
-        skipped = 0 if start is None else self.num_captured - start
+        if start is None:
+            skipped = 0
+        else:
+            skipped = self.num_captured - start
         if count > skipped:
             place = first + skipped, first + count
             if self._num_lent and (self._captured[-1].first, self._captured[-1].stop) == place:
@@ -238,7 +244,10 @@ class CompletionState:
             if begin < end:
                 overlaps.append((capture, begin, end))
             place += capture.size
-        names = self._captured[0].steps[0] if self._captured else {}
+        if self._captured:
+            names = self._captured[0].steps[0]
+        else:
+            names = {}
         return {
             name: (
                 torch.cat([x for capture, *part in overlaps for x in capture.values(name, *part)])

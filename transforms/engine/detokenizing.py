@@ -18,8 +18,8 @@ from typing import Any, Self
 
 from tokenizers import Tokenizer, decoders
 
+# The character that a decoder writes for bytes that are not a character, or not yet.
 REPLACEMENT = "\ufffd"
-"""The character that a decoder writes for bytes that are not a character, or not yet."""
 # Tokens at the beginning and at the end of a prompt that fix the text of what follows it.
 _CONTEXT = 16
 # Chunks that are held back and of which the length of the text is known nonetheless, after each
@@ -559,7 +559,10 @@ class Detokenizer:
     def _chunks(self, tokens: Iterable[int]) -> Iterator[str]:
         """The chunks of those tokens that have any."""
         for token in tokens:
-            chunk = None if token < 0 else self._chunk(token)
+            if token < 0:
+                chunk = None
+            else:
+                chunk = self._chunk(token)
             if chunk is not None:
                 yield chunk
 

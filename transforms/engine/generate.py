@@ -48,10 +48,10 @@ _RULES: dict[str, Rule] = {
         "pass a list of prompts, each a string or a list of token ids",
     ),
 }
+# A text, token ids, or embeddings; or, of a chat, its messages.
 Prompt = str | Sequence[int] | EmbedsPrompt | Sequence[Mapping[str, Any]]
-"""A text, token ids, or embeddings; or, of a chat, its messages."""
+# The most completions that run at once; others wait.
 MAX_NUM_REQS = 256
-"""The most completions that run at once; others wait."""
 
 
 @attrs.frozen

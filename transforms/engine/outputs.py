@@ -119,7 +119,10 @@ class _OpenCompletion:
     ) -> RequestOutput:
         """An output with these tokens and the text that is new."""
         state = self.state
-        text = None if state.tokenizer is None else state.take_text()
+        if state.tokenizer is None:
+            text = None
+        else:
+            text = state.take_text()
         captured = _NO_CAPTURES
         if state.num_captured:
             captured = self._num_captured, state.num_captured
@@ -349,7 +352,10 @@ class OutputProcessor:
         for row, (name, ids, start) in enumerate(
             zip(work.requests, chunks, work.starts, strict=True)
         ):
-            count = len(ids) if work.token_ids else work.query_len
+            if work.token_ids:
+                count = len(ids)
+            else:
+                count = work.query_len
             completion = self._open.get(name)
             if completion is not None and work.job >= completion.first_job:
                 if work.token_ids:
@@ -471,7 +477,10 @@ class Streams:
         if self._task is None or self._task.done() or self._task.get_loop() is not loop:
             self._task = loop.create_task(self._run())
         try:
-            left = 1 if sampling is None else sampling.n
+            if sampling is None:
+                left = 1
+            else:
+                left = sampling.n
             while left:
                 item = await queue.get()
                 if isinstance(item, BaseException):

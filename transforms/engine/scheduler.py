@@ -72,7 +72,10 @@ def add(host: HostState, request: Request, budget: Budget, behind: str | None = 
             request, sampling=attrs.evolve(request.sampling, prompt_logprobs=None)
         )
     req = RequestState(request, host.num_arrivals, host.version, [*request.prompt])
-    leader = None if behind is None else host.find(behind)
+    if behind is None:
+        leader = None
+    else:
+        leader = host.find(behind)
     host.requests[request.id] = req
     host.num_arrivals += 1
     if leader is None or leader.num_computed >= len(request.prompt):

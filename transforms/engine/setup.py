@@ -112,7 +112,10 @@ def make_states(
             attrs.evolve(state, num_recomputed_tokens=torch.zeros_like(state.positions))
             for state in states
         )
-    drafts = 0 if speculation is None else speculation.num_tokens
+    if speculation is None:
+        drafts = 0
+    else:
+        drafts = speculation.num_tokens
     pages = None
     if functions.policy == "snapshot":
         pages = limits.num_pages
@@ -177,7 +180,10 @@ def make_executor(
     eager = eager_ladder(budget, num_adapters, model, torch.device(model.device))
     classes = Classes(ladder, eager, budget.max_num_tokens)
     layouts = [layout for layout, _ in weights.stages]
-    drafts = 0 if speculation is None else speculation.num_tokens
+    if speculation is None:
+        drafts = 0
+    else:
+        drafts = speculation.num_tokens
     extras: dict[str, Any] = {
         "num_logprobs": num_logprobs,
         "keep_logits": keep_logits,
@@ -230,7 +236,10 @@ def _example(model: Model, drafts: int) -> IntermediateTensors:
     ids = torch.zeros(1, dtype=torch.int64, device=model.device)
     hidden = torch.zeros(1, model.config.hidden_size, dtype=model.dtype, device=model.device)
     has_mrope = model.config.rope.mrope_section is not None
-    positions = ids.new_zeros(1, 3) if has_mrope else None
+    if has_mrope:
+        positions = ids.new_zeros(1, 3)
+    else:
+        positions = None
     captures = model.functions.captures
     captured = {
         name: PerToken(x.new_zeros(1, *x.shape, device=model.device))

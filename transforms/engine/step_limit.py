@@ -167,6 +167,7 @@ def _serve(
     start = time.perf_counter()
     first = None
     for _ in engine:
-        first = time.perf_counter() if first is None else first
+        if first is None:
+            first = time.perf_counter()
     end = time.perf_counter()
     return (end if first is None else first) - start, end - start

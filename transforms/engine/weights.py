@@ -33,9 +33,9 @@ _PARAMS: Rule = (
     ),
     "params of a weft.load(...), a state_dict() by transformers' names, or None: changed in place",
 )
+# Parameters as `weft.load` returns them in a model; or tensors by transformers' names, as in a
+# `state_dict()`.
 Params = DecoderParams | Mapping[str, Tensor]
-"""Parameters as `weft.load` returns them in a model; or tensors by transformers' names, as in a
-`state_dict()`."""
 
 
 @attrs.define(eq=False)

@@ -387,7 +387,10 @@ class Cache:
             )
         decision = self.decide(call)
         key = self.key(call, decision)
-        graph = None if decision.mode == "none" else self.find(key)
+        if decision.mode == "none":
+            graph = None
+        else:
+            graph = self.find(key)
         if graph is not None and graph.needs_autograd():
             why = self.needs_autograd_reason(graph)
             return Explanation(Decision("none", None, why), False, f"runs inline: {why}")

@@ -41,8 +41,8 @@ from weft.trees import (
     tree_unflatten,
 )
 
+# The size up to which a donated tensor is saved while a capture runs on padding.
 SAVED_BYTES = 2**26
-"""The size up to which a donated tensor is saved while a capture runs on padding."""
 
 
 def _autograd_records(external: Iterable[Tensor]) -> bool:

@@ -77,8 +77,14 @@ def dispatch(descriptor: D, ladder: Ladder[D] | Sequence[D]) -> Decision[D]:
             raise _not_an_order(descriptor, covering)
         if least:
             chosen = min(reversed(least), key=lambda d: tuple(excess(d, descriptor).values()))
-            in_pieces = "" if mode == "full" else ", in pieces"
-            why = EXACT if chosen == descriptor else LEAST
+            if mode == "full":
+                in_pieces = ""
+            else:
+                in_pieces = ", in pieces"
+            if chosen == descriptor:
+                why = EXACT
+            else:
+                why = LEAST
             padding = tuple(
                 (name, more) for name, more in excess(chosen, descriptor).items() if more
             )
@@ -204,7 +210,10 @@ class DispatchTable(Tabled):
         ax = axes_for(
             "dispatch_table(...).plot()", ax, 8.0, 1.2 + 0.24 * min(len(self.rows), _MOST_NAMED)
         )
-        name = self._padded_size() if size is None else size
+        if size is None:
+            name = self._padded_size()
+        else:
+            name = size
         sizes = [getattr(row.batch, name, 0) for row in self.rows]
         more = [dict(row.decision.padding).get(name, 0) for row in self.rows]
         colours = [_EAGER if row.decision.mode == "none" else _OWN for row in self.rows]

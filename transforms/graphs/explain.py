@@ -42,9 +42,9 @@ class Explanation:
         return self.reason
 
 
+# The number of captures in a row, or of inline calls in a row, after which a warning says that
+# nothing replays.
 ENDLESS = 8
-"""The number of captures in a row, or of inline calls in a row, after which a warning says that
-nothing replays."""
 _MOST_SHOWN = 4
 
 
@@ -324,10 +324,10 @@ class Recaptures:
 
 
 _MOST_REASONS = 64
+# Stands for all reasons after the first `_MOST_REASONS`.
 OTHER_REASONS = "other reasons"
-"""Stands for all reasons after the first `_MOST_REASONS`."""
+# The reason of calls that run inline, whatever the argument; `explain` names it.
 INLINE = "autograd must see the operators, or an argument has no fixed addresses"
-"""The reason of calls that run inline, whatever the argument; `explain` names it."""
 
 
 @attrs.define

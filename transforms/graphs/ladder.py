@@ -163,7 +163,10 @@ def _check_product(kind: Any, sizes: Mapping[str, Any]) -> dict[str, tuple[int, 
     """The values of each argument of a product. Raises DescriptorError where they make no
     descriptors."""
     call = _product_text(kind, sizes)
-    arguments = argument_names(kind) if isinstance(kind, type) else ()
+    if isinstance(kind, type):
+        arguments = argument_names(kind)
+    else:
+        arguments = ()
     values = {name: (value,) if is_int(value) else value for name, value in sizes.items()}
     values = {
         name: tuple(size_values)
@@ -334,9 +337,15 @@ def make_ladder(
     _check(mode, limits, sizes, capability)
     call = f"make_ladder({mode!r}, {limits}, capability={capability!r})"
     mode = mode_within(call, mode, limits.query_lens, capability, strict)
-    uniform = [] if mode == "none" else _uniform(limits, sizes)
+    if mode == "none":
+        uniform = []
+    else:
+        uniform = _uniform(limits, sizes)
     most = min(limits.max_num_reqs * max(limits.query_lens), limits.max_num_tokens)
-    mixed = _ragged(limits, most, sizes) if mode == "full" else []
+    if mode == "full":
+        mixed = _ragged(limits, most, sizes)
+    else:
+        mixed = []
     if "piecewise" in mode:
         pieces = _ragged(limits, limits.max_num_tokens, sizes)
     else:

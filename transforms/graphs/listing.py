@@ -97,7 +97,10 @@ class Listing:
             label = _quoted(value.origin + "\n" + value.kind)
             lines.append(f"  v{value.number} [label={label}];")
         for index, line in enumerate(self.lines):
-            style = "box, style=bold" if line.splits else "box"
+            if line.splits:
+                style = "box, style=bold"
+            else:
+                style = "box"
             lines.append(f"  n{index} [shape={style}, label={_quoted(line.operator)}];")
             for value in dict.fromkeys(line.reads):
                 if value.number in makers:

@@ -266,7 +266,10 @@ def compile_ahead(graphable: Graphable, call: Call, cache: Cache) -> None:
     # would be counted.
     input_buffers = InputBufferPool()
     decision = cache.decide(call)
-    classes = [decision] if decision.mode == "none" else cache.rungs(call)
+    if decision.mode == "none":
+        classes = [decision]
+    else:
+        classes = cache.rungs(call)
     missing = [
         rung for rung in classes if rung is decision or cache.find(cache.key(call, rung)) is None
     ]

@@ -7,9 +7,9 @@ import time
 
 from weft.errors import CaptureError
 
+# A capture that has waited for a thread for so many seconds may wait for the one that wants to
+# capture.
 STANDSTILL = 20.0
-"""A capture that has waited for a thread for so many seconds may wait for the one that wants to
-capture."""
 
 # Seconds between two looks at the thread that captures; at most `STANDSTILL / 2`.
 _LOOK = 0.5
@@ -60,6 +60,6 @@ def _waits_for_a_thread(thread: threading.Thread) -> bool:
     return frame is not None and frame.f_code.co_filename == threading.__file__
 
 
+# Held during a capture, because captures in all threads set the state of the same random
+# generators.
 ONE_AT_A_TIME = CaptureLock()
-"""Held during a capture, because captures in all threads set the state of the same random
-generators."""

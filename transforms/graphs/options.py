@@ -20,8 +20,8 @@ from weft.transforms.graphs.ladder import Ladder, as_ladder
 Names = str | Iterable[str]
 
 
+# Operators by name (`aten::sort`), or as `torch.ops.aten.sort`.
 Operators = str | Any | Iterable[str | Any]
-"""Operators by name (`aten::sort`), or as `torch.ops.aten.sort`."""
 
 
 class CommonOptions(TypedDict, total=False):

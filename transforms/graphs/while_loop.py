@@ -298,7 +298,10 @@ class _Loop:
         live = self._flag(tree_unflatten(carry, structure))
         safe = [safe_start(live, x) for x in carry]
         for step in range(self.max_steps):
-            anywhere = _holds_anywhere(live) if host_reads else None
+            if host_reads:
+                anywhere = _holds_anywhere(live)
+            else:
+                anywhere = None
             if anywhere is False:
                 break
             with DerivativesWhere(live, safe, anywhere=anywhere is True):

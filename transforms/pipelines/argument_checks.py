@@ -14,8 +14,8 @@ from weft.transforms.graphs.calls.borrowing import lends
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.local import Local
 
+# A mistake in two texts: the thing that was seen, and the code to write instead.
 Mistake = tuple[str, str]
-"""A mistake in two texts: the thing that was seen, and the code to write instead."""
 
 _SIGNATURE = "(params, state, batch, x) -> (state, y)"
 TRANSPORT: Rule = (

@@ -87,7 +87,10 @@ def _mistakes(programs: Sequence[Program], buffers: int | None) -> Iterator[Prog
     follow from it."""
     call = f"check of {len(programs)} programs"
     if not programs or (buffers is not None and buffers < 1):
-        problem = f"buffers={buffers}" if programs else "no program"
+        if programs:
+            problem = f"buffers={buffers}"
+        else:
+            problem = "no program"
         yield ProgramError(
             call, problem, "a program for each rank, and one buffer or more (None: no reuse)"
         )
@@ -131,7 +134,10 @@ def _check_runs(programs: Sequence[Program]) -> Iterator[ProgramError]:
     for stage in range(count_stages(programs)):
         rank = stage % ranks
         if (ran := _ran(programs[rank], f"stage {stage}")) != expected:
-            where = f" in stage {stage}" if stage >= ranks else ""
+            if stage >= ranks:
+                where = f" in stage {stage}"
+            else:
+                where = ""
             problem = f"rank 0 runs micro-batches {expected}, and rank {rank} {ran}{where}"
             yield ProgramError(
                 call, problem, "the same micro-batches in the same order on every rank"
@@ -168,7 +174,10 @@ def check_peers(program: Program, num_stages: int) -> Iterator[ProgramError]:
     previous = (rank - 1) % ranks
     for effect in program.effects:
         sent_stage = stage_sent(Step(rank, effect))
-        sent = -1 if sent_stage is None else sent_stage
+        if sent_stage is None:
+            sent = -1
+        else:
+            sent = sent_stage
         between = 0 <= sent < num_stages - 1 and ranks > 1
         match effect:
             case Send(to):

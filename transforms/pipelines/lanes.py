@@ -16,8 +16,8 @@ from weft.meshes.collectives import AllGather, AllReduce, AllToAll, PPermute, Re
 from weft.meshes.mesh import Mesh
 from weft.transforms.pipelines.machine import Step, stage_sent
 
+# The axis of a mesh along which the ranks of a pipeline are.
 PIPELINE = "pipeline"
-"""The axis of a mesh along which the ranks of a pipeline are."""
 
 
 def pipeline_mesh(mesh_like: Any, num_ranks: int, call: str) -> Mesh | None:

@@ -274,7 +274,10 @@ class Machine:
         while (step := self.next(rank)) is not None and step not in chain:
             chain.append(step)
             rank = self.blockers(step)[0]
-        links = chain if step is None else chain[chain.index(step) :]
+        if step is None:
+            links = chain
+        else:
+            links = chain[chain.index(step) :]
         targets = [*(link.rank for link in links[1:]), rank]
         waits = "; ".join(
             f"{link} waits for rank {target}" for link, target in zip(links, targets, strict=True)

@@ -187,7 +187,10 @@ def _check_sizes(call: str, batch: Any, descriptor: Any) -> dict[str, int]:
             if axis and value.shape[dim] != sizes[axis] + more:
                 problem = f"a tensor of shape {tuple(value.shape)} where {axis} is {sizes[axis]}"
                 raise DescriptorError(call, problem, "give the batch the descriptor of its tensors")
-    arguments = {} if descriptor is None else arguments_of(descriptor)
+    if descriptor is None:
+        arguments = {}
+    else:
+        arguments = arguments_of(descriptor)
     if unnamed := [name for name, size in arguments.items() if name not in sizes and is_int(size)]:
         problem = (
             f"'{descriptor}', whose {' and '.join(unnamed)} no field names as an axis: unknown in a"

@@ -91,7 +91,10 @@ def compose(
         check_entries("compose", len(stages), range(len(stages)), params, state, batch)
         x: Any = None
         states: list[Any] = []
-        later = after_first(batch) if len(stages) > 1 else batch
+        if len(stages) > 1:
+            later = after_first(batch)
+        else:
+            later = batch
         for stage, p, s in zip(stages, params, state, strict=True):
             new, x = call_stage(len(states), stage, p, s, later if states else batch, x)
             states.append(clone(new) if lends_state(stage) else new)
@@ -340,7 +343,10 @@ class Pipelined:
         """Raise MeshError where ranks that share the last stage return different outputs, of which
         the caller gets one. Those on a GPU are compared in the first run alone, as the host waits
         for them. Ranks in other processes are not compared: each returns its own."""
-        end = 0 if self._returns else self._num_ranks - 1
+        if self._returns:
+            end = 0
+        else:
+            end = self._num_ranks - 1
         lanes = [worker for worker in workers if lane_rank(mesh, worker.rank) == end]
         outputs = [self._outputs(worker) for worker in lanes]
         for mb in outputs[0]:
@@ -502,6 +508,8 @@ def pipeline(
     stages = check_stages("pipeline", stages)
     check_lending(f"pipeline(<{len(stages)} stages>)", stages)
     check_options(len(stages), microbatches, advance, schema, transport, schedule)
-    transport = Local() if transport is None else transport
-    schedule = make_programs if schedule is None else schedule
+    if transport is None:
+        transport = Local()
+    if schedule is None:
+        schedule = make_programs
     return Pipelined(stages, microbatches, advance, schema, transport, schedule, mesh)

@@ -121,7 +121,8 @@ def _running(
     taken = 0  # the number of those that have returned
     for mb, job in enumerate(jobs):
         due = mb - _ahead(last - rank)
-        due = due if job.after is None else max(due, job.after)
+        if job.after is not None:
+            due = max(due, job.after)
         while taken < len(feeding) and feeding[taken] <= due:
             yield from _take_in(rank, last, feeding[taken], advances)
             taken += 1

@@ -16,8 +16,8 @@ from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.watching.failures import described
 from weft.transforms.pipelines.worker import Worker, put_batches, states_of
 
+# For each rank, the effects `start:stop` that a run performs.
 Spans = tuple[tuple[int, int], ...]
-"""For each rank, the effects `start:stop` that a run performs."""
 _MAX_COUNTS = 1024
 
 

@@ -16,9 +16,9 @@ from weft.schema import Schema
 from weft.transforms.pipelines.argument_checks import check_count
 from weft.transforms.pipelines.schedule import Job
 
+# `(num_stages, jobs, *, schema, advances, buffers) -> programs`, with the arguments of
+# `make_programs`.
 Schedule = Callable[..., Sequence[Program]]
-"""`(num_stages, jobs, *, schema, advances, buffers) -> programs`, with the arguments of
-`make_programs`."""
 
 
 def interleaved(num_ranks: int) -> Schedule:

@@ -263,7 +263,10 @@ def check_pair(call: str, result: Any, pair: str) -> tuple[Any, Any]:
     """The pair that a step or a stage returned. Anything else is refused: a tensor of two rows
     would unpack into two values."""
     if not isinstance(result, tuple) or len(result) != 2:
-        length = f" of {len(result)}" if isinstance(result, tuple) else ""
+        if isinstance(result, tuple):
+            length = f" of {len(result)}"
+        else:
+            length = ""
         raise ProgramError(call, f"it returned {kind_of(result)}{length}", f"return {pair}")
     return result
 

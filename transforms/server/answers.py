@@ -93,8 +93,14 @@ class Part:
     def prompt_tokens(self) -> list[tuple[int, float | None, dict[int, float] | None]]:
         """The same for the tokens of the prompt, of which the first has none."""
         track = self.choice.track
-        logprobs = [] if track is None else track.prompt_logprobs
-        top = [] if track is None else track.prompt_top_logprobs
+        if track is None:
+            logprobs = []
+        else:
+            logprobs = track.prompt_logprobs
+        if track is None:
+            top = []
+        else:
+            top = track.prompt_top_logprobs
         return list(zip(self.choice.prompt, [None, *logprobs], [None, *top], strict=False))
 
 
@@ -146,7 +152,10 @@ class Writer:
             with_prompt: the prompt's tokens come first.
             echoed: the text of the prompt, with which the text of the answer begins.
         """
-        prompt = part.prompt_tokens if with_prompt else []
+        if with_prompt:
+            prompt = part.prompt_tokens
+        else:
+            prompt = []
         tokens = [*prompt, *part.tokens]
         names = [self.token(token, as_ids) for token, *_ in tokens]
         offsets = list[int]()
@@ -172,7 +181,10 @@ class Writer:
         """The likeliest tokens by text, the chosen one among them with its own logprob, to the bit.
         Of several with the same text, which are parts of characters, the later ones are named by
         their ids."""
-        all_of = alternatives if logprob is None else {**alternatives, token: logprob}
+        if logprob is None:
+            all_of = alternatives
+        else:
+            all_of = {**alternatives, token: logprob}
         by_text = dict[str, float]()
         for each, value in all_of.items():
             name = self.token(each, as_ids)

@@ -192,7 +192,10 @@ class Server:
         checked_request = await self._check_request(
             request, body, "cmpl", prompts, body.max_tokens, logprobs, prompt_logprobs
         )
-        shown = body.prompt if body.echo else [""] * len(prompts)
+        if body.echo:
+            shown = body.prompt
+        else:
+            shown = [""] * len(prompts)
         texts = [
             prompt if isinstance(prompt, str) else self.model.decode(prompt) or ""
             for prompt in shown
@@ -217,7 +220,10 @@ class Server:
             most = body.max_completion_tokens
         else:
             most = body.max_tokens
-        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        if body.logprobs:
+            logprobs = body.top_logprobs or 0
+        else:
+            logprobs = None
         checked_request = await self._check_request(
             request, body, "chatcmpl", [ids], most, logprobs, body.prompt_logprobs
         )
@@ -546,7 +552,10 @@ async def _no_route(request: Request, error: Exception) -> Response:
     else:
         status = 500
     message = f"{request.method} {request.url.path!r:.200}: {getattr(error, 'detail', 'not found')}"
-    code = "method_not_allowed" if status == 405 else "not_found"
+    if status == 405:
+        code = "method_not_allowed"
+    else:
+        code = "not_found"
     return json_response(
         Refusal(status, message, code=code).body, status, getattr(error, "headers", None)
     )

@@ -17,13 +17,13 @@ from weft.transforms.server.protocol import INSTEAD, Sampled, checked
 from weft.transforms.server.refusals import Refusal
 
 _LARGE = 2**16
+# Characters of a stop text or of a bad word.
 MAX_STOP_LEN = 512
-"""Characters of a stop text or of a bad word."""
 # Characters of a field's name that are compared with those of the fields that there are.
 _LONGEST_NAME = 64
+# The most lists and objects within each other. Far beneath Python's own limit, which other code
+# would meet first.
 MAX_DEPTH = 128
-"""The most lists and objects within each other. Far beneath Python's own limit, which other code
-would meet first."""
 
 
 @attrs.frozen(kw_only=True)
@@ -192,7 +192,10 @@ def check_limits(body: Sampled, limits: ServerLimits, vocab_size: int, logprobs:
         ("stop", "stop texts", body.stop),
         ("bad_words", "bad words", body.bad_words),
     ):
-        texts = [value] if isinstance(value, str) else value or []
+        if isinstance(value, str):
+            texts = [value]
+        else:
+            texts = value or []
         if len(texts) > limits.max_stops:
             raise Refusal(400, f"{len(texts)} {what}; at most {limits.max_stops}", param=name)
         if (longest := max(map(len, texts), default=0)) > MAX_STOP_LEN:
@@ -237,7 +240,10 @@ async def _read_bytes(request: Request, most: int, count: Callable[[int], None])
 
 
 def _check_depth(value: Any) -> None:
-    level = [value] if isinstance(value, dict | list) else []
+    if isinstance(value, dict | list):
+        level = [value]
+    else:
+        level = []
     for _ in range(MAX_DEPTH):
         parts = (
             container.values() if isinstance(container, dict) else container for container in level

@@ -22,8 +22,8 @@ _DTYPES = {
     str(one).removeprefix("torch."): one
     for one in (torch.float32, torch.int64, torch.int32, torch.bool)
 }
+# Makes the mask of a request from its compiled grammar.
 MakeMask = Callable[[str], Mask]
-"""Makes the mask of a request from its compiled grammar."""
 
 
 @attrs.frozen(kw_only=True)
@@ -138,7 +138,10 @@ def _tensors(
 
 
 def _tensor(name: str, value: Any, like: torch.Tensor | None) -> torch.Tensor:
-    dtype = torch.float32 if like is None else like.dtype
+    if like is None:
+        dtype = torch.float32
+    else:
+        dtype = like.dtype
     try:
         if not isinstance(value, Mapping):
             return torch.tensor(value, dtype=dtype)

@@ -147,7 +147,10 @@ class TextForm(Form):
             shown = is_first and body.echo
             as_ids = body.return_tokens_as_token_ids
             logprobs = self.writer.text_logprobs(part, as_ids, shown, echoed)
-        text = echoed + part.text if is_first else part.text
+        if is_first:
+            text = echoed + part.text
+        else:
+            text = part.text
         written = {"index": place, "text": text, "logprobs": logprobs}
         written |= {"finish_reason": part.finish_reason, "stop_reason": part.stop_reason}
         if body.prompt_logprobs is not None and is_first:

@@ -18,11 +18,11 @@ from weft.transforms.server.commands import Abort, Add, Ask, Command, MakeMask, 
 from weft.transforms.server.loop import Delta, Ended, EngineLoop, Message, Told
 from weft.transforms.server.streams import Output, Progress
 
+# Seconds after which an engine that does not answer, as it does between two steps, is said to stand
+# still.
 STILL_SECONDS = 10.0
-"""Seconds after which an engine that does not answer, as it does between two steps, is said to
-stand still."""
+# Seconds after which a server that is being stopped no longer waits for such an engine.
 GIVE_UP_SECONDS = 30.0
-"""Seconds after which a server that is being stopped no longer waits for such an engine."""
 
 
 class BusyError(WeftError):

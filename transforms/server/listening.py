@@ -20,26 +20,26 @@ from weft.display.quantities import counted
 from weft.transforms.server.host import GIVE_UP_SECONDS, Host
 from weft.transforms.server.refusals import Refusal, as_json
 
+# Seconds in which the head of a request must come, also of a connection's first one.
 HEAD_SECONDS = 30.0
-"""Seconds in which the head of a request must come, also of a connection's first one."""
+# Seconds that an answer may wait for a client that does not read it.
 STALL_SECONDS = 120.0
-"""Seconds that an answer may wait for a client that does not read it."""
 MAX_CONNECTIONS = 16_384
+# Bytes of a request's head, or of anything else between two parts of a body, that came in several
+# pieces.
 MAX_HEAD = 2**16
-"""Bytes of a request's head, or of anything else between two parts of a body, that came in several
-pieces."""
 _INVALID = "Invalid HTTP request received."
 _LOG = logging.getLogger("weft.server.http")
 # A warning for each request that is none would let anybody fill the log
 _LOG.setLevel(logging.ERROR)
+# File descriptors that connections leave to everything else.
 SPARE_FILES = 128
-"""File descriptors that connections leave to everything else."""
+# Connections that a server must be able to have.
 MIN_CONNECTIONS = 64
-"""Connections that a server must be able to have."""
+# Seconds after a signal in which requests may still begin, once their grammars are compiled.
 PREPARE_SECONDS = 10
-"""Seconds after a signal in which requests may still begin, once their grammars are compiled."""
+# Seconds that connections have to end after all completions have ended.
 SHUTDOWN_SECONDS = 5
-"""Seconds that connections have to end after all completions have ended."""
 
 
 class Connection(HttpToolsProtocol):
@@ -300,7 +300,10 @@ class Listener(uvicorn.Server):
         for server in self.servers:
             for socket in server.sockets:
                 address, port = socket.getsockname()[:2]
-                place = f"[{address}]" if ":" in address else address
+                if ":" in address:
+                    place = f"[{address}]"
+                else:
+                    place = address
                 print(f"{self.name} is served at http://{place}:{port}/v1", flush=True)
 
 

@@ -16,16 +16,16 @@ from weft.transforms.engine.stats import Stats
 from weft.transforms.server.commands import FAULTS, Abort, Add, Ask, Command, MakeMask, Stop
 
 _LOG = logging.getLogger("weft.server")
+# What is new of a completion: its request's name, its index, tokens, text, reason of its end, and
+# more by name. A step makes one for each row, so they are tuples: pickled in a fifth of the time of
+# objects.
 Delta = tuple[str, int, list[int], str | None, str | None, dict[str, Any]]
-"""What is new of a completion: its request's name, its index, tokens, text, reason of its end, and
-more by name. A step makes one for each row, so they are tuples: pickled in a fifth of the time of
-objects."""
 
+# Lists of `CompletionState` that grow by a token's entry; they travel if the request asks for
+# logprobs. There are text offsets of a completion whose text the engine makes.
 PER_TOKEN = ("logprobs", "top_logprobs", "text_offsets")
-"""Lists of `CompletionState` that grow by a token's entry; they travel if the request asks for
-logprobs. There are text offsets of a completion whose text the engine makes."""
+# Its lists about the prompt, which travel with the first token.
 PER_PROMPT = ("prompt_logprobs", "prompt_top_logprobs", "prompt_ranks")
-"""Its lists about the prompt, which travel with the first token."""
 
 
 @attrs.frozen

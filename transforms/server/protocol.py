@@ -23,6 +23,7 @@ _UNUSED = (
     "parallel_tool_calls",
 )
 _NO_TOOLS = "messages alone: this server calls no tools; response_format makes the answer JSON"
+# Fields that vLLM or OpenAI's API has, and what to write instead of them.
 INSTEAD = {
     "guided_json": 'response_format={"type": "json_schema", "json_schema": {"schema": ...}}',
     "guided_regex": 'response_format={"type": "regex", "regex": ...}',
@@ -34,7 +35,6 @@ INSTEAD = {
     "extra_body": "its fields, beside the others",
     **dict.fromkeys(("tools", "tool_choice", "functions", "function_call"), _NO_TOOLS),
 }
-"""Fields that vLLM or OpenAI's API has, and what to write instead of them."""
 
 
 def _without_unused(body: Any) -> Any:
@@ -43,8 +43,8 @@ def _without_unused(body: Any) -> Any:
     return body
 
 
+# Whole numbers; `true` is none.
 TokenIds = list[Annotated[int, Field(strict=True)]]
-"""Whole numbers; `true` is none."""
 Text = Annotated[str, Field(strict=True)]
 
 
@@ -287,7 +287,10 @@ def _check_message(message: Mapping[str, Any], path: str) -> None:
 def _text_of(content: Any) -> Any:
     if content is None or isinstance(content, str):
         return content or ""
-    parts = content if isinstance(content, list) else [content]
+    if isinstance(content, list):
+        parts = content
+    else:
+        parts = [content]
     for part in parts:
         if (
             not isinstance(part, Mapping)

@@ -59,7 +59,8 @@ class Progress:
         special_ids: frozenset[int],
     ) -> None:
         sampling = request.sampling
-        tokenizer = None if request.sampling.detokenize else tokenizer
+        if request.sampling.detokenize:
+            tokenizer = None
         if tokenizer is not None:
             sampling = attrs.evolve(sampling, detokenize=True)
         # The engine refuses an empty prompt in its own words.

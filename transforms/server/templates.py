@@ -19,10 +19,10 @@ from weft.stages.checkpoints import chat_jinja
 from weft.stages.checkpoints.chat import ChatTemplate, refused_by_template, template_values
 from weft.stages.checkpoints.chat_jinja import COMMAND, LENGTH, packed
 
+# Seconds in which a template must have rendered a chat.
 TEMPLATE_SECONDS = 5.0
-"""Seconds in which a template must have rendered a chat."""
+# Seconds that a template has while another chat waits for its place, and less if more wait.
 PATIENCE_SECONDS = 0.5
-"""Seconds that a template has while another chat waits for its place, and less if more wait."""
 _LEAST_PATIENCE_SECONDS = 0.05
 MOST_AT_ONCE = 4
 _CALL = "chat_template.render(messages)"

@@ -124,7 +124,10 @@ class _Rank:
         if joined.target is not torch.ops.aten.cat.default:
             return None
         parts: Any = joined.args[0]
-        dim: Any = joined.args[1] if len(joined.args) > 1 else 0
+        if len(joined.args) > 1:
+            dim: Any = joined.args[1]
+        else:
+            dim = 0
         num_dims = joined.meta["val"].ndim
         sizes = {part.meta["val"].shape for part in parts}
         if (

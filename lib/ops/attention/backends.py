@@ -368,7 +368,7 @@ FLASHINFER = AttentionBackend(
     missing=flashinfer.missing,
 )
 
+# By type of device, the back end whose operator is `weft::paged_attention` itself.
 OWN = {"cpu": REFERENCE, "cuda": TRITON}
-"""By type of device, the back end whose operator is `weft::paged_attention` itself."""
+# The back ends by name, for `weft.load(..., attention=name)`.
 BACKENDS = {one.name: one for one in (REFERENCE, TRITON, TORCH, FLASHINFER)}
-"""The back ends by name, for `weft.load(..., attention=name)`."""

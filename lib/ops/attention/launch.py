@@ -46,8 +46,8 @@ _LONG = 2048
 # Batch-invariant launches with more programs a multiprocessor are not shared: they keep a share of
 # each segment of the largest context. Nor are they cut into parts, which are not faster there.
 _FEW_INVARIANT_WAVES = 1
+# The positions that a batch-invariant launch attends to at a time.
 SEGMENT = 512
-"""The positions that a batch-invariant launch attends to at a time."""
 # The rows of its programs, whatever the number of queries: one layout, and so one order of sums.
 _FIXED_ROWS = 64
 
@@ -141,7 +141,10 @@ def plan_launch(
         blocks = num_reqs
     else:
         blocks = num_tokens // queries + num_reqs
-    waves = num_reqs * kv_heads // processors if one_block else 0
+    if one_block:
+        waves = num_reqs * kv_heads // processors
+    else:
+        waves = 0
     fp8 = itemsize == 2 and kv_itemsize == 1
     if rows >= _PROMPT_ROWS and itemsize == kv_itemsize == 2 and not batch_invariant:
         keys, warps, stages = _PROMPT_TILE
@@ -152,7 +155,10 @@ def plan_launch(
     keys = max(16, min(keys, 16384 // (dims * kv_itemsize)))
     # The keys of so many tiles fit in shared memory; only a very wide head has a larger tile.
     stages = max(1, min(stages, 98304 // (keys * dims * kv_itemsize)))
-    segments = -(-max_context // SEGMENT) if batch_invariant else 0
+    if batch_invariant:
+        segments = -(-max_context // SEGMENT)
+    else:
+        segments = 0
     tiles = segments or -(-max_context // keys)
     places = _WARPS // warps // (1 + fp8) * processors // kv_heads
     splits = 1
@@ -176,7 +182,10 @@ def plan_launch(
             parts = num_reqs
         if not (min(parts, num_reqs, tiles) > 1 and num_reqs <= _MOST_COUNTED):
             parts = 0
-    slack = _FEW_SLACK if few and one_block else _SLACK
+    if few and one_block:
+        slack = _FEW_SLACK
+    else:
+        slack = _SLACK
     spare = (_SPARE if one_block else _MIXED_SPARE) // keys
     all_share = one_block and splits + parts > 1
     small = rows == 16 and all_share and warps == 4 and kv_itemsize == 2

@@ -287,8 +287,8 @@ def attend_quantized(q: Tensor, *rest: Any, batch_invariant: bool = False) -> tu
     )
 
 
+# slot_mapping, block_table, query_start_loc and seq_lens, contiguous.
 Where = tuple[Tensor, Tensor, Tensor, Tensor]
-"""slot_mapping, block_table, query_start_loc and seq_lens, contiguous."""
 
 
 def _attend_into(

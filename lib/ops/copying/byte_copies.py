@@ -38,8 +38,8 @@ class Copies:
         return Copies(self.fixed[part], self.into_fixed, () if start else self.constants, repeats)
 
 
+# The most bytes of a tail that one program fills.
 MOST_REPEATED = 2**14
-"""The most bytes of a tail that one program fills."""
 
 
 def is_dense(x: Tensor) -> bool:

@@ -30,9 +30,9 @@ from weft.ops.copying.byte_copies import Copies
 from weft.ops.kernel_triton import kernel
 from weft.torchapi.private import current_stream_id, to_device
 
+# The most tensors of a launch, one kernel for each: the largest stays within the 4 KiB of a
+# kernel's arguments.
 ARITIES = (8, 64, 448)
-"""The most tensors of a launch, one kernel for each: the largest stays within the 4 KiB of a
-kernel's arguments."""
 
 _WARPS = 4
 _BLOCK = 1024
@@ -97,8 +97,8 @@ def _copy_kernel(counterparts, table, BLOCK: tl.constexpr):
         _move(source, target, size, tl.int8, 1, BLOCK)
 
 
+# A function that copies to or from the tensors that it is given.
 Launch = Callable[[Sequence[Tensor]], None]
-"""A function that copies to or from the tensors that it is given."""
 
 # The index of the caller's tensor, or -1; the address of the fixed side; the offset in the caller's
 # tensor, or with -1 the address that is read; the bytes; whether the fixed side is written; and the

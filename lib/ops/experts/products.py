@@ -85,7 +85,10 @@ def run_experts(
             f" {BLOCK}s, or none"
         )
         raise DescriptorError("run_experts(x, gate_up, down, …)", problem, instead)
-    every = num_local_experts if num_experts is None else num_experts
+    if num_experts is None:
+        every = num_local_experts
+    else:
+        every = num_experts
     if not 0 <= first <= every - num_local_experts:
         problem = f"the weights of {num_local_experts} experts from number {first} on, of {every}"
         raise DescriptorError(

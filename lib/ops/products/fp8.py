@@ -12,17 +12,17 @@ from torch import Tensor
 from weft.ops.register import operator
 from weft.trees import pytree
 
+# Columns that share a scale; of weights also rows.
 BLOCK = 128
-"""Columns that share a scale; of weights also rows."""
 
+# The largest float8_e4m3fn.
 MOST = 448.0
-"""The largest float8_e4m3fn."""
 
+# The reason why an operator that quantises has no derivative.
 ROUNDED = "values that are rounded to FP8, and change in steps"
-"""The reason why an operator that quantises has no derivative."""
 
+# The smallest magnitude that a block's scale is made from, so that no scale is 0.
 LEAST = 1e-10
-"""The smallest magnitude that a block's scale is made from, so that no scale is 0."""
 
 
 def ceil_blocks(size: int) -> int:

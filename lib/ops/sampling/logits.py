@@ -14,13 +14,13 @@ import attrs
 import torch
 from torch import Tensor
 
+# The columns of a table's `floats`. The margin is -log(min_p), the largest distance from the best
+# scaled logit.
 FLOATS = ("temperature", "top_p", "margin", "repetition", "frequency", "presence")
-"""The columns of a table's `floats`. The margin is -log(min_p), the largest distance from the best
-scaled logit."""
 TEMPERATURE, TOP_P, MARGIN, REPETITION, FREQUENCY, PRESENCE = map(FLOATS.index, FLOATS)
 
+# The columns of a table's `ints`.
 INTS = ("seed", "features", "top_k", "min_len")
-"""The columns of a table's `ints`."""
 SEED, FEATURES, TOP_K, MIN_LEN = map(INTS.index, INTS)
 
 PENALTIES = 1
@@ -30,12 +30,12 @@ STOPS = 8
 FILTERS = 16
 """Bits of the features that a request uses. The parameters of other features are not read."""
 
+# The sign bit in a table's `counts`: the prompt holds the token. The other bits count how often it
+# was generated.
 IN_PROMPT = -(1 << 15)
-"""The sign bit in a table's `counts`: the prompt holds the token. The other bits count how often it
-was generated."""
 
+# The largest count of a token; a penalty of 0.01 makes it 300.
 MOST_COUNTED = (1 << 15) - 1
-"""The largest count of a token; a penalty of 0.01 makes it 300."""
 
 
 @attrs.frozen(eq=False)

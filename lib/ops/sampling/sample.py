@@ -202,7 +202,10 @@ def _sample_rows(
     scaled = scale(logits.float(), temperature)
     (processed,) = _uses_something(table, rows, token_mask).nonzero(as_tuple=True)
     if len(processed):
-        mask = None if token_mask is None else token_mask[processed]
+        if token_mask is None:
+            mask = None
+        else:
+            mask = token_mask[processed]
         scaled[processed] = process(
             logits[processed], table.rules(rows[processed]), positions[processed], mask
         )

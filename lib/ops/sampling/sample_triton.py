@@ -34,8 +34,8 @@ _PROGRAMS = 1024
 # The shares of a row, batch invariant.
 _FIXED_SPLITS = 16
 
+# Kinds of requests; 0 is a plain one.
 FILTERED, ADJUSTED = tl.constexpr(1), tl.constexpr(2)
-"""Kinds of requests; 0 is a plain one."""
 
 _GOLDEN, _MIX_1, _MIX_2 = (tl.constexpr(x % 2**64) for x in (GOLDEN, MIX_1, MIX_2))
 

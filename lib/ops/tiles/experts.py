@@ -11,12 +11,12 @@ from pathlib import Path
 from weft.ops.tiles.gpus import device
 from weft.ops.tiles.tile import Tile, cdiv
 
+# Lists of `{"tokens": the most tokens, "tile": the fields of a Tile}`, by product.
 MEASURED = Path(__file__).parent / "experts.json"
-"""Lists of `{"tokens": the most tokens, "tile": the fields of a Tile}`, by product."""
 
+# The (token, expert) pairs for which a program that finds its expert's tokens itself is made at
+# least, and the most pairs for which programs do so in float32 and on GPUs without measurements.
 SCAN_PAIRS = 64
-"""The (token, expert) pairs for which a program that finds its expert's tokens itself is made at
-least, and the most pairs for which programs do so in float32 and on GPUs without measurements."""
 
 # Rows, tokens, columns, warps and stages of other shapes, by whether in FP8, each up to a number of
 # pairs per expert. On ten sets of experts and eight numbers of tokens from 1 on, with at most 256

@@ -97,8 +97,8 @@ def library_seconds(
     return float(2e-6 + (read**3 + multiplied**3) ** (1 / 3))
 
 
+# The seconds of a small copy.
 COPY_SECONDS = 2e-6
-"""The seconds of a small copy."""
 
 
 def library_copies(columns: int, fp8: bool) -> float:

@@ -16,8 +16,8 @@ class Device:
     peak: float
 
 
+# The GPU that was measured, an H100 with 80 GB.
 MEASURED = Device(132, 3.35e12, 989e12)
-"""The GPU that was measured, an H100 with 80 GB."""
 # By name.
 _DEVICES = {"NVIDIA H100 80GB HBM3": MEASURED, "NVIDIA H200": Device(132, 4.8e12, 989e12)}
 

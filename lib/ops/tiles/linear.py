@@ -25,8 +25,8 @@ _MOST_PARTS = 16
 # Tiles of columns of a program that asks for all of its weights at once, the parts of such a
 # product, and the programs for which it is cut into more of them.
 _PROGRAMS = 64
+# The tile of many tokens whose product ends with a gate.
 GATED_MANY = Tile(256, 128, 64, 8, 3)
-"""The tile of many tokens whose product ends with a gate."""
 # The least that such a product takes: to describe its tensors costs the host some 20 us, for which
 # it has no time in steps of shorter ones.
 _MANY_SECONDS = 3e-4
@@ -45,7 +45,10 @@ def linear_tile(
             return best
         return _ahead(best, rows, columns, fp8)
     segments = linear_segments(rows, columns, fp8)
-    parts = segments if tokens <= _SEGMENT_TOKENS else 1
+    if tokens <= _SEGMENT_TOKENS:
+        parts = segments
+    else:
+        parts = 1
     if device() is None:
         return attrs.evolve(_by_rule(tokens, rows, columns, fp8), parts=parts, segments=segments)
     return attrs.evolve(
@@ -79,7 +82,8 @@ def gated_many_tile(tokens: int, rows: int, columns: int) -> Tile | None:
     """The tile of many tokens' product in 16 bits that ends with a gate; None: `gated_tile` has
     what takes less."""
     gpu = device()
-    tokens = _rounded(tokens) if tokens > MANY_TOKENS else tokens
+    if tokens > MANY_TOKENS:
+        tokens = _rounded(tokens)
     seconds = gated_many_seconds(tokens, rows, columns, GATED_MANY, gpu or MEASURED)
     if gpu is None or seconds < _MANY_SECONDS:
         return None
@@ -116,7 +120,12 @@ def _rounded(tokens: int) -> int:
     compiled ahead of serving."""
     if tokens > MANY_TOKENS:
         return power_of_two(tokens)
-    step = 16 if tokens <= 128 else 64 if tokens <= 1024 else 256
+    if tokens <= 128:
+        step = 16
+    elif tokens <= 1024:
+        step = 64
+    else:
+        step = 256
     if tokens > 1:
         return cdiv(max(tokens, 1), step) * step
     return 1
@@ -134,7 +143,10 @@ def _best(tokens: int, is_padded: bool, rows: int, columns: int, fp8: bool) -> T
     # In bfloat16 torch's product overlaps with no other kernel, so for few tokens one of these
     # tiles is faster.
     takes_fp8 = fp8 and scaled_mm_lacks() is None and rows % BLOCK == columns % BLOCK == 0
-    has_library = takes_fp8 if fp8 else tokens > FEW_TOKENS
+    if fp8:
+        has_library = takes_fp8
+    else:
+        has_library = tokens > FEW_TOKENS
     choices = [*candidates(tokens, rows, columns, fp8), *([None] if has_library else [])]
     costs = model(fp8).costs(tokens, rows, columns, choices, gpu)
     if fp8 and has_library and is_padded:

@@ -28,8 +28,8 @@ from weft.ops.tiles.tile import Tile
 
 MODEL = Path(__file__).parent / "linear.json"
 
+# A tile, or torch's own product.
 Choice = Tile | None
-"""A tile, or torch's own product."""
 
 # The measured products whose times beyond the formula count.
 _NEAREST = 4

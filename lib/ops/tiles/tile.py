@@ -4,9 +4,9 @@ import attrs
 
 from weft.errors import DescriptorError
 
+# The most tokens for which a kernel lets the next one be placed at once, and a product asks for
+# weights early.
 FEW_TOKENS = 16
-"""The most tokens for which a kernel lets the next one be placed at once, and a product asks for
-weights early."""
 
 
 @attrs.frozen
@@ -41,9 +41,9 @@ class Tile:
     ahead: int = 0
 
 
+# Up to this many tokens a tile is chosen for a small range of numbers; beyond, for all up to a
+# power of two.
 MANY_TOKENS = 2048
-"""Up to this many tokens a tile is chosen for a small range of numbers; beyond, for all up to a
-power of two."""
 
 
 def power_of_two(n: int) -> int:

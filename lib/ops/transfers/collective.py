@@ -76,9 +76,8 @@ def placed(place: Place) -> Iterator[None]:
         _PLACE.reset(token)
 
 
+# The rank that runs a function now; None: no rank of a mesh does. A captured call depends on it.
 current_place: Callable[[], Place | None] = _PLACE.get
-"""The rank that runs a function now; None: no rank of a mesh does. A captured call depends on it.
-"""
 
 
 def others_wait() -> bool:
@@ -299,7 +298,10 @@ def _call(place: Place, x: Tensor, effect: Collective) -> Tensor:
     is_transformed = in_functorch_transform()
     grad_mode: Any = contextlib.nullcontext()
     if place.differentiated and x.is_floating_point() and not (x.requires_grad or is_transformed):
-        plain = x.clone() if x.is_inference() else x.detach()
+        if x.is_inference():
+            plain = x.clone()
+        else:
+            plain = x.detach()
         x = plain.requires_grad_()  # so the result is no leaf, which no operator could write
         grad_mode = torch.enable_grad()
     if place.number < 0 and (x.requires_grad or is_transformed):

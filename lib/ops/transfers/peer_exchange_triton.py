@@ -34,22 +34,22 @@ from weft.ops.tiles.tile import cdiv
 from weft.ops.transfers import peer_packed_triton as packed
 from weft.ops.transfers.peer_packed_triton import MOST, REGION, block_of, shares_of
 
+# The programs of a launch for large pieces. With _MAX_REGISTERS a multiprocessor has room for two,
+# and every GPU whose memory others can reach has 64 of them and more.
 PROGRAMS = 128
-"""The programs of a launch for large pieces. With _MAX_REGISTERS a multiprocessor has room for two,
-and every GPU whose memory others can reach has 64 of them and more."""
+# Chunks that a program sends before it reads the first.
 AHEAD = 3
-"""Chunks that a program sends before it reads the first."""
+# Chunks in a ring.
 SLOTS = 2 + 2 * AHEAD
-"""Chunks in a ring."""
+# Words of a chunk.
 BLOCK = 2048
-"""Words of a chunk."""
 _PACKED_SLOTS = 2
 _RING_AT = 8 * _PACKED_SLOTS * MOST
 _FLAGS_AT = _RING_AT + 4 * PROGRAMS * SLOTS * BLOCK
+# Bytes of the inbox that a rank has for each other one: 10 MiB.
 INBOX = _FLAGS_AT + 8 * PROGRAMS
-"""Bytes of the inbox that a rank has for each other one: 10 MiB."""
+# The numbers that a rank keeps for each group of ranks.
 COUNTS = packed.PROGRAMS + PROGRAMS
-"""The numbers that a rank keeps for each group of ranks."""
 _WARPS = 8
 _MAX_REGISTERS = 128
 # A share is a multiple of this many words.

@@ -17,20 +17,20 @@ from torch import Tensor
 from weft.ops.kernel_triton import kernel
 from weft.ops.tiles.tile import cdiv
 
+# The most programs of a launch: shares of a message.
 PROGRAMS = 64
-"""The most programs of a launch: shares of a message."""
+# Words in a slot for each program.
 REGION = 2048
-"""Words in a slot for each program."""
+# The most words of a message.
 MOST = PROGRAMS * REGION
-"""The most words of a message."""
 # Words that a program moves; more if the message is longer than all programs can move so.
 _SHARE = 1024
 # A share is a multiple of this many words.
 _ALIGNED = 16
 _BLOCKS = (256, 1024, REGION)
+# Lengths of messages that need every compiled kernel between them; messages of other lengths need
+# no more, if they are aligned alike.
 LENGTHS = (_BLOCKS[0], _SHARE, MOST)
-"""Lengths of messages that need every compiled kernel between them; messages of other lengths need
-no more, if they are aligned alike."""
 _WARPS = 8
 
 

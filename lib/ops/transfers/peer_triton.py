@@ -19,8 +19,8 @@ from torch import Tensor
 from weft.ops.kernel_triton import kernel
 from weft.ops.tiles.tile import cdiv
 
+# The most programs of a launch: shares of a message, flags of an edge.
 PROGRAMS = 64
-"""The most programs of a launch: shares of a message, flags of an edge."""
 # Words that a program moves; more if the message is longer than all programs can move so. A slot
 # has room for so many words of each program.
 _SHARE = 1024

@@ -32,8 +32,8 @@ from weft.transforms.cli.ranks import Here, in_ranks, open_model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits, Speculation
 
+# The tokens and logprobs of each request's completion.
 Said = dict[int, tuple[list[int], list[float]]]
-"""The tokens and logprobs of each request's completion."""
 
 
 @attrs.frozen

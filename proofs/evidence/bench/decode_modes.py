@@ -25,8 +25,8 @@ from weft.proofs.evidence.environment import environment
 from weft.proofs.evidence.runs.gpu_run import QWEN3_0_6B, copy_bandwidth, random_model, time_decode
 
 MODES = ("none", "piecewise", "full")
+# A number of requests, and the context of each.
 CASES = ((1, 256), (64, 256), (128, 512))
-"""A number of requests, and the context of each."""
 BY_REQUESTS = tuple((2**i, 256) for i in range(9))
 BY_CONTEXT = tuple((64, 256 * 2**i) for i in range(6))
 QUICK = ((2, 8), (2, 16))
@@ -53,12 +53,18 @@ def main() -> None:
         "--quick", action="store_true", help="a tiny model and one case, to see that it runs"
     )
     args = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if torch.cuda.is_available():
+        device = "cuda"
+    else:
+        device = "cpu"
     quick = args.quick or device == "cpu"
     bandwidth = copy_bandwidth(device)
     model = random_model(TINY if quick else QWEN3_0_6B, device)
     by_requests, by_context = (QUICK[:1], QUICK) if quick else (BY_REQUESTS, BY_CONTEXT)
-    cases: Sequence[tuple[int, int]] = QUICK[:1] if quick else CASES
+    if quick:
+        cases: Sequence[tuple[int, int]] = QUICK[:1]
+    else:
+        cases = CASES
     if args.curves:
         cases = [*dict.fromkeys((*by_requests, *by_context))]
     rows = [time_decode(model, *case, 1, mode, bandwidth) for case in cases for mode in MODES]
@@ -70,7 +76,10 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "decode_modes.json").write_text(json.dumps(report, indent=1))
     if args.curves:
-        what = "a tiny model" if quick else "Qwen3-0.6B in bfloat16"
+        if quick:
+            what = "a tiny model"
+        else:
+            what = "Qwen3-0.6B in bfloat16"
         title = f"{what}, {report['environment']['gpu']}: milliseconds a decode step"
         draw(rows, title, by_requests, by_context).savefig(
             args.out / "decode_modes.svg", bbox_inches="tight"

@@ -262,8 +262,14 @@ def main() -> None:
             f"--{name}", type=int, nargs="*", help=f"instead of {getattr(Sizes(), name)}"
         )
     args = vars(parser.parse_args())
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    sizes = QUICK if args["quick"] or device == "cpu" else Sizes()
+    if torch.cuda.is_available():
+        device = "cuda"
+    else:
+        device = "cpu"
+    if args["quick"] or device == "cpu":
+        sizes = QUICK
+    else:
+        sizes = Sizes()
     chosen: dict[str, Any] = {
         k: tuple(args[k]) for k in ("leaves", "captures", "peers") if args[k] is not None
     }

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
+# Bytes of weights for calls to read in turn, so that no call finds its weights in a cache of 50 MB.
 LEAST_BYTES = 2**28
-"""Bytes of weights for calls to read in turn, so that no call finds its weights in a cache of 50
-MB."""
 # The time after which a graph is not replayed again.
 _MOST_SECONDS = 0.01
 _REPLAYS = 5

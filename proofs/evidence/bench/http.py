@@ -169,7 +169,10 @@ def run(args: argparse.Namespace, name: str) -> dict[str, Any]:
                 print(f"{name:<18} {rate:>6g}: {show(theirs[-1])} by vLLM's client", flush=True)
     speeds = [row["output_tokens_per_s"] for row in rows if row["rate"] == "inf"]
     baseline = statistics.median(row["output_tokens_per_s"] for row in alone)
-    ratio = statistics.median(speeds) / baseline if speeds else None
+    if speeds:
+        ratio = statistics.median(speeds) / baseline
+    else:
+        ratio = None
     return {
         "model": name,
         "flags": flags,

@@ -41,8 +41,8 @@ from weft.transforms.graphs.ladder import MODES
 _PROMPTS = 64
 _MORE = 64
 
+# Completions by the length of their prompts.
 Said = dict[int, list[list[int]]]
-"""Completions by the length of their prompts."""
 
 
 @attrs.frozen

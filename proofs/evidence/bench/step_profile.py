@@ -142,8 +142,8 @@ def _timed(engine: Engine) -> float:
     return (time.perf_counter() - start) * 1e3 / _STEPS
 
 
+# By name, how often and for how many microseconds.
 Totals = dict[str, list[float]]
-"""By name, how often and for how many microseconds."""
 
 
 def _summed(profiler: Any, args: Any, requests: int, ms: float) -> Profile:

@@ -190,7 +190,10 @@ def _run_case(
     state: Tensor,
     batch: Tensor,
 ) -> list[Event]:
-    kind: Literal["cpu", "cuda"] = "cuda" if batch.is_cuda else "cpu"
+    if batch.is_cuda:
+        kind: Literal["cpu", "cuda"] = "cuda"
+    else:
+        kind = "cpu"
     runs = []
     for _ in range(ROUNDS):
         transport.collect(None)  # all ranks begin together

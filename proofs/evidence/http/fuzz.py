@@ -310,7 +310,10 @@ def problem_of(answer: Answer) -> str:
             return f"status {answer.status}: {answer.body!r:.600}"
         return _error_problem(answer.body.decode(errors="replace"), answer.headers)
     if answer.headers.get("content-type", "").startswith("text/event-stream"):
-        events = answer.events if answer.whole else answer.events[:-1]
+        if answer.whole:
+            events = answer.events
+        else:
+            events = answer.events[:-1]
         for event in events:
             if event == "[DONE]":
                 continue

@@ -11,10 +11,11 @@ import attrs
 from weft.proofs.evidence.http.process import request_bytes
 
 MAX_BODY = 65_536
+# The limits of the server under attack.
 MAX_N = 16
-"""The limits of the server under attack."""
 TEXT = {"prompt": "The function", "max_tokens": 4, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0}
+# A body that each route accepts.
 VALID: dict[str, dict[str, Any]] = {
     "/v1/completions": {
         **TEXT,
@@ -43,7 +44,6 @@ VALID: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "The function"},
     "/detokenize": {"tokens": [5, 6, 7]},
 }
-"""A body that each route accepts."""
 ROUTES = [*VALID]
 _END = b"\r\n\r\n"
 
@@ -72,7 +72,10 @@ def post(
     kind: str, name: str, path: str, body: Any, headers: Sequence[tuple[str, str]] = ()
 ) -> Attack:
     """A whole request, to which an answer must come."""
-    raw = body if isinstance(body, bytes) else dump(body)
+    if isinstance(body, bytes):
+        raw = body
+    else:
+        raw = dump(body)
     return Attack(kind, name, [("send", request_bytes(path, raw, headers=headers))])
 
 

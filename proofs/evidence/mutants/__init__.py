@@ -40,5 +40,5 @@ _ALL = (
     *SHARDS,
     *STEPS,
 )
+# All planted bugs, at least one for each row of `weft.proofs.evidence.runs.suite.LAWS`.
 MUTANTS = tuple(sorted(_ALL, key=lambda mutant: int(mutant.law.number[1:])))
-"""All planted bugs, at least one for each row of `weft.proofs.evidence.runs.suite.LAWS`."""

@@ -20,10 +20,10 @@ from weft.proofs.evidence.mutants.catch import catch, replay
 from weft.proofs.evidence.mutants.mutant import Mutant
 
 HEADER = ("law", "planted bug", "example", "smallest case", "what was different")
+# The most cases to search for one that breaks a law; some bugs show in one of a hundred.
 MOST_EXAMPLES = 1000
-"""The most cases to search for one that breaks a law; some bugs show in one of a hundred."""
+# The most characters of a cell of the page. `mutants.json` has every case whole.
 LONGEST = 160
-"""The most characters of a cell of the page. `mutants.json` has every case whole."""
 
 
 def row(
@@ -96,7 +96,10 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    stored_rows = _stored(arguments.out) if arguments.missing else {}
+    if arguments.missing:
+        stored_rows = _stored(arguments.out)
+    else:
+        stored_rows = {}
     options = arguments.device, arguments.shrinks
     rows = [
         row(each, *options, stored_rows.get((str(each.law), each.name)))

@@ -55,6 +55,7 @@ def _any_program(self: Agreement, checked: CheckedPrograms, first: int, step: in
         self._states.setdefault(microbatch, state)
 
 
+# The bugs of the journal and of its comparison.
 AGREEMENT = (
     Mutant("nothing is noted", _LAW, _method("add", _not_noted)),
     Mutant("notes are counted, not compared", _LAW, _method("add", _counted)),
@@ -63,4 +64,3 @@ AGREEMENT = (
     Mutant("late messages are compared with the newest notes", _LAW, _method("begin", _newest)),
     Mutant("programs are not compared", _LAW, _method("begin", _any_program)),
 )
-"""The bugs of the journal and of its comparison."""

@@ -64,6 +64,7 @@ def _in_any_graph(self: AttentionBackend, query_len: int | None) -> bool:
 
 _CONTEXT = "weft.stages.attention.context"
 
+# At least one planted bug for each way in which attention of one's own can be wrong.
 ATTENTION = (
     Mutant(
         "the first layer's window is every layer's",
@@ -92,4 +93,3 @@ ATTENTION = (
         partial(mock.patch.object, AttentionBackend, "runs_inside", _in_any_graph),
     ),
 )
-"""At least one planted bug for each way in which attention of one's own can be wrong."""

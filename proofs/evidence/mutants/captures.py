@@ -142,6 +142,7 @@ def _values_before(self: _ObjectTensor, module: nn.Module) -> list[Any]:
     return [self.tensor.clone()] * len(self.places)
 
 
+# The bugs of `graphify` that only odd functions show.
 CAPTURES = (
     Mutant(
         "a refusal that the function swallows is forgotten",
@@ -270,4 +271,3 @@ CAPTURES = (
         ),
     ),
 )
-"""The bugs of `graphify` that only odd functions show."""

@@ -52,6 +52,7 @@ def _nothing(*args: Any) -> None:
     pass
 
 
+# The bugs that a nest of transforms shows.
 COMPOSITIONS = (
     *(Mutant(name, _NESTS, _PLANTED[name].plant) for name in NAMES),
     Mutant(
@@ -60,4 +61,3 @@ COMPOSITIONS = (
         partial(mock.patch.object, Audit, "_refuse_unseen", _nothing),
     ),
 )
-"""The bugs that a nest of transforms shows."""

@@ -32,6 +32,7 @@ def _constant_queries(q: Tensor, kv_heads: int) -> Tensor:
 _STEPS = find("L15", "derivatives")
 _ROTARY = "weft.ops.rotary"
 
+# The bugs of the operators' derivatives.
 DERIVATIVES = (
     Mutant("keys and values are constants", _STEPS, replace(_ROTARY, "keep", _keeps_constants)),
     Mutant(
@@ -50,4 +51,3 @@ DERIVATIVES = (
         replace(_ROTARY, "keep", _keeps_constants_in_graphs),
     ),
 )
-"""The bugs of the operators' derivatives."""

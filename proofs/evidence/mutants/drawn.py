@@ -32,13 +32,14 @@ from typing import Any
 
 import attrs
 
+# The folders of the product, and the package of each.
 HOMES = {"lib": "weft", "stages": "weft.stages", "transforms": "weft.transforms"}
-"""The folders of the product, and the package of each."""
 
+# Folders whose files are not drawn: they show results and read requests. Kernels are not drawn
+# either, since no CPU runs them.
 FACES = ("lib/display", "transforms/cli", "transforms/server")
-"""Folders whose files are not drawn: they show results and read requests. Kernels are not drawn
-either, since no CPU runs them."""
 
+# The packages that tests import. The parent process imports them, so that no fork has to.
 IMPORTS = (
     "torch",
     "torch._dynamo",
@@ -50,7 +51,6 @@ IMPORTS = (
     "z3",
     "rich",
 )
-"""The packages that tests import. The parent process imports them, so that no fork has to."""
 
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -363,7 +363,10 @@ def _round(
     numbers = list(mutants)
     # Several workers need the times and the lines of the unchanged tests, which one without mutants
     # finds first.
-    shares: list[list[int]] = [[]] if limits.workers > 1 else []
+    if limits.workers > 1:
+        shares: list[list[int]] = [[]]
+    else:
+        shares = []
     shares += [numbers[worker :: limits.workers] for worker in range(limits.workers)]
     verdicts = [out / f"{name}-{index}.jsonl" for index in range(len(shares))]
     with tempfile.TemporaryDirectory() as folder:

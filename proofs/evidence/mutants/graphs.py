@@ -232,6 +232,7 @@ class _PadsOnce(GroupedCopy):
         self._calls.append(None)
 
 
+# The bugs of `graphify`, its back ends and its padding.
 GRAPHS = (
     Mutant("a replay reads its capture's inputs", find("L1", "models"), _FILL_NOTHING),
     Mutant(
@@ -343,4 +344,3 @@ GRAPHS = (
         "a replay reads its capture's inputs", find("L15", "graphs of functions"), _FILL_NOTHING
     ),
 )
-"""The bugs of `graphify`, its back ends and its padding."""

@@ -64,6 +64,7 @@ def _along_from_the_start(_: Tensor, parts: list[Any], place: int) -> tuple[Any,
 _PYTHONS = find("L1", "loops are Python's")
 _BODIES = find("L1", "loops are Python's, on drawn bodies")
 
+# The bugs of `while_loop` and of its replay on a tape.
 LOOPS = (
     Mutant("a loop runs one step", _PYTHONS, partial(mock.patch.object, Loop, "run", _once)),
     Mutant(
@@ -110,4 +111,3 @@ LOOPS = (
         partial(mock.patch.object, Randomness, "after_operator", _draws_by_its_tags),
     ),
 )
-"""The bugs of `while_loop` and of its replay on a tape."""

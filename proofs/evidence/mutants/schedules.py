@@ -150,6 +150,7 @@ _MADE, _CHECKED, _BROKEN = (
 _OWN = find("L10", "own schedules")
 _WORKER = "weft.transforms.pipelines.worker"
 
+# The bugs of `make_programs`, of its window, and of each part of `check`.
 SCHEDULES = (
     Mutant("a send is dropped", _MADE, _generating(_drop_a_send)),
     Mutant("two sends on an edge change places", _MADE, _generating(_swap_sends)),
@@ -207,4 +208,3 @@ SCHEDULES = (
     ),
     Mutant("any rank's result may return", _BROKEN, replace(_CHECKER, "check_peers", _any_root)),
 )
-"""The bugs of `make_programs`, of its window, and of each part of `check`."""

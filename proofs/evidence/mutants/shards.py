@@ -307,6 +307,8 @@ def _method(home: Any, name: str, value: Any) -> Any:
     return partial(mock.patch.object, home, name, value)
 
 
+# The bugs of `shard` and its collectives, of shares of heads, columns, experts, biases, vocabulary
+# and rows, and of leaves.
 SHARDS = (
     Mutant(
         "a sum over the ranks is missing", _FUNCTION, replace(_LOCAL, "combine", _without_a_reduce)
@@ -470,5 +472,3 @@ SHARDS = (
         replace("weft.stages.decoder", "adapted", _whole_adapter),
     ),
 )
-"""The bugs of `shard` and its collectives, of shares of heads, columns, experts, biases, vocabulary
-and rows, and of leaves."""

@@ -165,6 +165,7 @@ def _in_order_of_rows(state: State, batch: Batch) -> Any:
     )
 
 
+# The bugs of `dispatch`, `pipeline`, `microbatch` and the models' stages.
 STEPS = (
     Mutant(
         "dispatch finds no graph",
@@ -271,4 +272,3 @@ STEPS = (
         replace(_INPUTS, "resolve", _in_order_of_rows),
     ),
 )
-"""The bugs of `dispatch`, `pipeline`, `microbatch` and the models' stages."""

@@ -17,6 +17,7 @@ from weft.proofs.strategies.operator_samples import Case, cases, copies, seed_al
 from weft.transforms.graphs.graphify import graphify
 from weft.trees import leaves_with_names
 
+# The kinds of outcome.
 KINDS = {
     "same": "the results of the capture and of both replays are those of eager, bit for bit",
     "refused": "weft refused the function",
@@ -26,7 +27,6 @@ KINDS = {
     "differs": "a result is not that of eager",
     "crash": "an error that eager does not raise",
 }
-"""The kinds of outcome."""
 # The seed before every call, so that random operators repeat.
 _SEED = 7
 _NOT_RUN = (
@@ -110,7 +110,10 @@ def run(case: Case, device: str) -> Outcome:
 
 
 def _outcome(case: Case, kind: str, detail: str = "") -> Outcome:
-    arguments = str(case) if kind in ("differs", "crash") else ""
+    if kind in ("differs", "crash"):
+        arguments = str(case)
+    else:
+        arguments = ""
     lost = kind in ("raises", "crash") and _LOST.search(detail) is not None
     return Outcome(
         kind, case.operator, case.transform, case.dtype, case.sample, detail, arguments, lost

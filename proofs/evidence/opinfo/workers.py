@@ -15,11 +15,11 @@ from weft.proofs.evidence.opinfo.outcome import Outcome, outcomes
 from weft.proofs.strategies.operator_samples import NoSamplesError, full_name
 from weft.torchapi.operator_database import operator_database
 
+# Seconds after which an operator counts as hung, and its process is ended.
 LONGEST = 1200.0
-"""Seconds after which an operator counts as hung, and its process is ended."""
 
+# The index of the sample in the outcome of an operator whose samples torch could not make.
 NO_SAMPLES = -2
-"""The index of the sample in the outcome of an operator whose samples torch could not make."""
 
 # Seconds that the operators in work have when the time is over.
 _GRACE = 30.0

@@ -85,6 +85,7 @@ which of the worst cases are single times that were too long.
 """
 
 
+# Model, record, machine, and the record whose eager runs it is compared with.
 SERVED = (
     ("Qwen3-0.6B, bfloat16", "h200-serving-dense-modes", "1 GPU", "h200-serving-dense-modes"),
     ("Qwen3-0.6B, bfloat16", "h200-serving-dense", "1 GPU", ""),
@@ -108,7 +109,6 @@ SERVED = (
     ("Qwen3-30B-A3B, FP8", "h200x2-serving-moe-peer-256", "2 GPUs, `peer`", ""),
     ("Qwen3-30B-A3B, FP8", "h200x4-serving-moe-peer-512", "4 GPUs, `peer`", ""),
 )
-"""Model, record, machine, and the record whose eager runs it is compared with."""
 _TOTAL = "total_tokens_per_s"
 # The GPU of a check that has a record of its own, by preset.
 _CHECKED = {
@@ -124,7 +124,10 @@ def serving_rows() -> Iterator[tuple[str, ...]]:
     """Tokens a second by mode, against eager steps."""
     for model, name, machine, eager_name in SERVED:
         record = read(name)
-        eager = served(read(eager_name)) if eager_name else {}
+        if eager_name:
+            eager = served(read(eager_name))
+        else:
+            eager = {}
         for (workload, mode), rows in served(record).items():
             tpot = [row["tpot"]["p50"] for row in rows]
             times = span(tpot, "{:.2f}" if min(tpot) < 10 else "{:.1f}")
@@ -275,7 +278,10 @@ def attention_rows() -> Iterator[tuple[str, ...]]:
             "{:.2f}",
         )
         what = f"Attention in bfloat16, {len(shapes)} shapes of {kind}: our kernel"
-        unit = "TB/s" if kind == "decodes" else "TFLOP/s"
+        if kind == "decodes":
+            unit = "TB/s"
+        else:
+            unit = "TFLOP/s"
         yield record.row(
             what, f"{rates} {unit}", f"FlashInfer takes {ratio} times as long", "1 GPU"
         )

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
+# A cell may take so long; all notebooks together take about a minute of two idle cores.
 SECONDS = 120
-"""A cell may take so long; all notebooks together take about a minute of two idle cores."""
+# The tag of a cell whose text differs between runs: only the kinds of its outputs are compared.
 VARIES = "varies"
-"""The tag of a cell whose text differs between runs: only the kinds of its outputs are compared."""
 _TIME = re.compile(r"[-+]?\d[\d.,]*(e[-+]?\d+)? ?(%|µs|us|ms|s)(?![\w/])")
 _CELL = re.compile(r"\S*/ipykernel_\d+/\d+\.py")
 _LONG = 200

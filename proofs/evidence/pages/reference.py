@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+# The modules whose names are public: those in `__all__`, or, of errors, all that are defined there.
 FACES = (
     "weft",
     "weft.transforms",
@@ -24,8 +25,7 @@ FACES = (
     "weft.proofs.strategies",
     "weft.proofs.laws",
 )
-"""The modules whose names are public: those in `__all__`, or, of errors, all that are defined
-there."""
+# Classes that are used by their methods, which the page lists too.
 USED = (
     "Batch",
     "BatchDescriptor",
@@ -38,7 +38,6 @@ USED = (
     "Session",
     "Timeline",
 )
-"""Classes that are used by their methods, which the page lists too."""
 PAGE = Path(__file__).parents[2] / "pages" / "reference.md"
 SURFACE = PAGE.with_name("surface.txt")
 _TITLE = """# Reference

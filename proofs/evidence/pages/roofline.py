@@ -23,8 +23,9 @@ from weft.stages.random_weights import PRESETS
 from weft.transforms.pipelines.timing.hardware import Machine
 from weft.transforms.pipelines.timing.prediction import predict_decode
 
+# Bytes per second, from the data sheets.
 BANDWIDTHS = {"H200": 4.8e12, "H100": 3.35e12}
-"""Bytes per second, from the data sheets."""
+# Presets, and their names in print.
 MODELS = {
     "qwen3-0.6b": "Qwen3-0.6B, bfloat16",
     "llama-3.2-1b": "Llama-3.2-1B, bfloat16",
@@ -35,7 +36,6 @@ MODELS = {
     "qwen3-32b-fp8": "Qwen3-32B, FP8",
     "qwen3-30b-a3b-fp8": "Qwen3-30B-A3B, FP8",
 }
-"""Presets, and their names in print."""
 _INPUT = 2
 _OUTPUTS = 512, 256
 _LENGTHS = _INPUT, _OUTPUTS[0]

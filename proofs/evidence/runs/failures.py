@@ -51,15 +51,15 @@ from weft.proofs.evidence.runs.sabotage import (
 )
 from weft.transforms.pipelines.transports.launch import launch
 
+# Ranks of a pipeline.
 NUM_RANKS = (2, 3, 4)
-"""Ranks of a pipeline."""
+# Meshes whose ranks share each stage.
 MESHES = (Mesh(pipeline=1, tensor=2), Mesh(pipeline=1, tensor=3), Mesh(pipeline=2, tensor=2))
-"""Meshes whose ranks share each stage."""
+# Seconds beyond the time-out in which all must be over: a process that is stopped is asked to end
+# first.
 LIMIT = 6.0
-"""Seconds beyond the time-out in which all must be over: a process that is stopped is asked to end
-first."""
+# Seconds after which a rank is killed at the latest, where it is killed at any time.
 LATEST = 0.4
-"""Seconds after which a rank is killed at the latest, where it is killed at any time."""
 
 
 @attrs.frozen
@@ -105,7 +105,10 @@ def cases_of_meshes() -> Iterator[Case]:
     random.Random(0).shuffle(places)
     for step, turn in itertools.product((1, 0), range(len(WAYS))):
         for number, (mesh, rank, index, effect, place) in enumerate(places):
-            instruction = "its end" if effect is None else str(effect)
+            if effect is None:
+                instruction = "its end"
+            else:
+                instruction = str(effect)
             if effect is not None and place is not None and place.moment != "before":
                 instruction = in_collective(mesh, rank, place.index)
             way = [*WAYS][(number + turn) % len(WAYS)]

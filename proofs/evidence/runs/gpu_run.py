@@ -190,7 +190,10 @@ def main() -> None:
         ),
         run_command("demo"),
     ]
-    tests = run_tests(arguments.tests) if arguments.tests else None
+    if arguments.tests:
+        tests = run_tests(arguments.tests)
+    else:
+        tests = None
     report = {"copy_bandwidth": bandwidth, "decode": timed, "commands": commands, "tests": tests}
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "gpu_run.json").write_text(json.dumps(report, indent=1))

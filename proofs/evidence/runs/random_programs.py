@@ -50,11 +50,11 @@ class Subject:
     record: str
 
 
+# The laws that this draws programs for.
 SUBJECTS = {
     "L24": Subject(tensor_programs, graph_is_eager_on_tensor_programs, "random-programs"),
     "L25": Subject(lambda device: compositions(), compositions_mean_their_parts, "compositions"),
 }
-"""The laws that this draws programs for."""
 
 # Programs a seed.
 _AT_ONCE = 50

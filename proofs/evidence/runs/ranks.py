@@ -39,9 +39,9 @@ from weft.transforms.pipelines.transports.distributed import BackendName, Distri
 from weft.transforms.pipelines.transports.launch import launch
 from weft.transforms.pipelines.transports.local import Local
 
+# How a rank runs: its stage eagerly, or graphified in a mode; or all of its step as one graph:
+# receive, run, sample, send, advance.
 VARIANTS = ("none", "piecewise", "full", "full_and_piecewise", "whole step")
-"""How a rank runs: its stage eagerly, or graphified in a mode; or all of its step as one graph:
-receive, run, sample, send, advance."""
 
 
 @attrs.define

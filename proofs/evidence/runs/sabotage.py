@@ -25,16 +25,16 @@ from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.worker import Link, Worker
 
+# Steps that a run would take.
 STEPS = 4
-"""Steps that a run would take."""
 MICROBATCHES = 2
+# Rows of the batch.
 ROWS = 4
-"""Rows of the batch."""
+# Seconds that a rank may keep another one waiting: more than four ranks on two busy cores take to
+# capture a step.
 TIMEOUT = 5.0
-"""Seconds that a rank may keep another one waiting: more than four ranks on two busy cores take to
-capture a step."""
+# Seconds after which a run is given up.
 HANG = 60.0
-"""Seconds after which a run is given up."""
 
 
 class Planted(Exception):
@@ -54,9 +54,9 @@ WAYS: dict[str, Callable[[], None]] = {
 }
 
 
+# A rank fails before it tells the others that it has come to a collective; before it sends its
+# tensor; or after it has received theirs.
 Moment = Literal["before", "within", "after"]
-"""A rank fails before it tells the others that it has come to a collective; before it sends its
-tensor; or after it has received theirs."""
 MOMENTS: tuple[Moment, ...] = ("before", "within", "after")
 
 
@@ -148,7 +148,10 @@ class Failing(Worker):
 
     def _plant(self, place: AtCollective, link: Any) -> None:
         """Let the rank fail at one of the collectives that it comes to next."""
-        owner = link if place.moment == "before" else link.end
+        if place.moment == "before":
+            owner = link
+        else:
+            owner = link.end
         perform, count = owner.perform, itertools.count()
 
         def failing(*args: Any) -> torch.Tensor:
@@ -242,7 +245,10 @@ def make_pipeline(
     num_ranks: int, transport: Transport | None = None, mesh: Mesh | None = None
 ) -> Pipelined:
     """Stages that lend their results, so that every kind of effect is in the programs."""
-    count = num_ranks if mesh is None else mesh.sizes["pipeline"]
+    if mesh is None:
+        count = num_ranks
+    else:
+        count = mesh.sizes["pipeline"]
     stages = [
         graphify(scale if mesh is None else scale_together, outputs="borrow") for _ in range(count)
     ]

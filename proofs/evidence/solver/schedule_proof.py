@@ -74,7 +74,10 @@ def unknown_jobs(path: Path, count: int) -> Jobs:
     for index in range(count):
         feeds: Any = Truth(path, f"job {index} feeds")
         waits = index > 0 and flag(path, f"job {index} waits")
-        after = unknown(path, f"job {index} after") if waits else None
+        if waits:
+            after = unknown(path, f"job {index} after")
+        else:
+            after = None
         if after is not None:
             path.assume(z3.Or(*(z3.And(after.term == i, term) for i, term in enumerate(returning))))
         jobs.append(Job(feeds, after))

@@ -18,8 +18,8 @@ from weft.transforms.engine.requests.host_state import sample_seeds
 from weft.transforms.engine.requests.masks import Mask
 from weft.transforms.engine.requests.prompts import EmbedsPrompt
 
+# The tokens of each call's completions, and their finish reasons.
 Said = Mapping[tuple[int, int], tuple[list[int], str]]
-"""The tokens of each call's completions, and their finish reasons."""
 
 
 def engine_serves_as_alone(load: Load) -> None:
@@ -90,7 +90,10 @@ def run(
         before(step)
         for index, call in enumerate(load.calls):
             if call.step == step:
-                prompt = prompts[index] if prompts else None
+                if prompts:
+                    prompt = prompts[index]
+                else:
+                    prompt = None
                 engine.add(
                     call.prompt if prompt is None else prompt,
                     call.sampling,

@@ -122,7 +122,10 @@ def _run(load: OddLoad, engine: Engine, tally: Tally) -> tuple[dict[str, OddCall
 
 def _add(engine: Engine, index: int, call: OddCall, tally: Tally) -> str | None:
     """Add a request, and return its name; None if it was refused."""
-    name = None if call.id is None else f"{call.id}{index}"
+    if call.id is None:
+        name = None
+    else:
+        name = f"{call.id}{index}"
     options: dict[str, Any] = {
         "max_tokens": call.max_tokens,
         "priority": call.priority,

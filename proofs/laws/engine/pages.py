@@ -13,11 +13,11 @@ from weft.transforms.engine.requests.host_state import HostState
 from weft.transforms.engine.scheduler import outdate, schedule
 from weft.transforms.engine.steps.step import Work
 
+# The tokens up to and including a slot's, for which it was computed; None stands for a token
+# unknown to the host.
 Content = tuple[int | None, ...] | None
-"""The tokens up to and including a slot's, for which it was computed; None stands for a token
-unknown to the host."""
+# A page, and an offset in it.
 Slot = tuple[int, int]
-"""A page, and an offset in it."""
 
 
 @attrs.define

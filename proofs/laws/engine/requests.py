@@ -120,7 +120,10 @@ def _reordered(moves: tuple[Move, ...], order: Sequence[int]) -> tuple[Move, ...
 
 def _ordered(out: Output, order: Sequence[int]) -> Output:
     index = torch.tensor(order, device=out.token_ids.device)
-    logits = None if out.logits is None else out.logits[index]
+    if out.logits is None:
+        logits = None
+    else:
+        logits = out.logits[index]
     return attrs.evolve(
         out, token_ids=out.token_ids[index], logprobs=out.logprobs[index], logits=logits
     )

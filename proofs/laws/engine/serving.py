@@ -24,6 +24,7 @@ from weft.transforms.pipelines.pipeline import Pipelined, compose, pipeline
 from weft.transforms.pipelines.transports import Transport
 from weft.trees import leaves_with_names
 
+# The fields of the state that every stage keeps about requests.
 TABLES = (
     ".block_table",
     ".positions",
@@ -34,7 +35,6 @@ TABLES = (
     ".sampling.ints",
     ".drafting.limits",
 )
-"""The fields of the state that every stage keeps about requests."""
 
 
 def spanned(

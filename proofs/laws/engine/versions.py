@@ -16,10 +16,10 @@ from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.requests.host_state import sample_seeds
 from weft.trees import tree_leaves
 
+# The ways to change an engine's parameters.
 HOW = ("update", "in place", "in place, not announced")
-"""The ways to change an engine's parameters."""
+# What is changed.
 PARTS = ("parameters", "adapters", "parameters and adapters")
-"""What is changed."""
 
 
 @attrs.frozen
@@ -62,7 +62,10 @@ def changed_parameters_compute_all(load: Load, step: int, how: str, parts: str) 
     for (index, sample), (tokens, reason) in said.items():
         call = load.calls[index]
         # Tokens of the old parameters: all of them if it had ended
-        ended = 0 if call.step >= step else call.max_tokens
+        if call.step >= step:
+            ended = 0
+        else:
+            ended = call.max_tokens
         least, most = drawn.get((index, sample), (ended, ended))
         seed = sample_seeds(call.sampling.seed or 0, call.sampling.n)[sample]
         call = attrs.evolve(call, sampling=attrs.evolve(call.sampling, seed=seed, n=1))

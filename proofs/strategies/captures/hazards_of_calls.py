@@ -25,6 +25,7 @@ class Kind:
     on_gpu: bool = True
 
 
+# The kinds of hazards in the arguments and the surroundings of a call, by name.
 OF_CALLS: dict[str, Kind] = {
     "a generator argument": Kind(
         """
@@ -283,4 +284,3 @@ f = $decorator(inside)
         },
     ),
 }
-"""The kinds of hazards in the arguments and the surroundings of a call, by name."""

@@ -3,6 +3,7 @@ reads outside."""
 
 from weft.proofs.strategies.captures.hazards_of_calls import Kind
 
+# The kinds of hazards in what a function does, by name.
 OF_FUNCTIONS: dict[str, Kind] = {
     "a swallowed refusal": Kind(
         """
@@ -488,4 +489,3 @@ def arguments(call):
         options={"calls": 6},
     ),
 }
-"""The kinds of hazards in what a function does, by name."""

@@ -26,6 +26,7 @@ _DTYPES = (
     "complex64",
     "bool",
 )
+# The ways to make an argument from one of the first two tensors, which other arguments may share.
 ALIASES = (
     "{base}.clone()",
     "{base}",
@@ -40,9 +41,8 @@ ALIASES = (
     "torch.nn.Parameter({base}.clone())",
     "{base}.clone().requires_grad_()",
 )
-"""The ways to make an argument from one of the first two tensors, which other arguments may share.
-"""
 
+# The surroundings of a call, as code, each with the code that defines its names.
 SURROUNDINGS: dict[str, str] = {
     "contextlib.nullcontext()": "",
     "torch.no_grad()": "",
@@ -95,10 +95,10 @@ def doubled_when_saved():
 """
     ),
 }
-"""The surroundings of a call, as code, each with the code that defines its names."""
+# Surroundings that are those of all threads.
 OF_ALL_THREADS = ("default_dtype", "deterministic")
-"""Surroundings that are those of all threads."""
 
+# The changes of closed-over tensors between two calls.
 EVENTS = (
     "held.add_(1)",
     "held = held * 2",
@@ -107,7 +107,6 @@ EVENTS = (
     "layer.weight.data = layer.weight.data + 1",
     "layer.bias = torch.nn.Parameter(layer.bias - 1, requires_grad=False)",
 )
-"""The changes of closed-over tensors between two calls."""
 
 _HELD = """
 held = torch.arange(3, dtype=torch.float32, device=device).cos()

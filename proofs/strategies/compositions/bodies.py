@@ -35,9 +35,9 @@ class World:
     memory: dict[str, Tensor] = attrs.field(factory=dict)
 
 
+# Where a layer puts the code inside it: into a captured graph, on one rank, into a loop's body,
+# into a transform of torch.func, before a backward pass, into compiled code, or under autocast.
 Kind = Literal["graph", "shard", "loop", "func", "autograd", "compile", "autocast"]
-"""Where a layer puts the code inside it: into a captured graph, on one rank, into a loop's body,
-into a transform of torch.func, before a backward pass, into compiled code, or under autocast."""
 
 
 @attrs.frozen(eq=False)

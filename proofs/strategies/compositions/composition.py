@@ -17,8 +17,8 @@ from weft.proofs.strategies.compositions.bodies import (
 from weft.proofs.strategies.compositions.layers import LAYERS, Layer
 from weft.proofs.strategies.compositions.occasions import OCCASIONS, Subject
 
+# The rows of an argument: three layers may halve them, and the innermost exchange quarters.
 ROWS = 16
-"""The rows of an argument: three layers may halve them, and the innermost exchange quarters."""
 MAX_DEPTH = 3
 
 # These kinds of layers are drawn so many times as often as others: they keep state between calls.
@@ -75,7 +75,10 @@ class Composition:
         """Whether weft may refuse a call: an operation or a layer is inside a layer that does not
         promise it."""
         around = OCCASIONS[occasion].kind
-        kinds: set[Kind] = set() if around is None else {around}
+        if around is None:
+            kinds: set[Kind] = set()
+        else:
+            kinds = {around}
         for layer in self.table:
             if any(needed <= kinds for needed in layer.refused_in):
                 return True

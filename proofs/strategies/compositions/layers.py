@@ -461,6 +461,7 @@ def _compiled(function: Function) -> Function:
 _CHANGES_DTYPE: frozenset[Kind] = frozenset({"autocast"})
 _HOOKS = torch.autograd.graph.saved_tensors_hooks
 
+# The transforms that compositions draw, by name.
 LAYERS: dict[str, Layer] = {
     "graphify": Layer(_graphified(), uses=("graphify",), kind="graph", keeps_draws=True),
     "graphify, verified": Layer(
@@ -668,4 +669,3 @@ LAYERS: dict[str, Layer] = {
         refused_in=(frozenset({"graph"}), frozenset({"shard"})),
     ),
 }
-"""The transforms that compositions draw, by name."""

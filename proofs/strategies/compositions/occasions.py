@@ -12,8 +12,8 @@ from weft.proofs.strategies.compositions.bodies import Body, Built, Function, Ki
 from weft.torchapi.frames import clear_frames
 from weft.transforms.graphs.graphify import graphify
 
+# All layers of a composition: from the body's function to the whole.
 Nest = Callable[[Function], Function]
-"""All layers of a composition: from the body's function to the whole."""
 
 
 @attrs.frozen(eq=False)
@@ -160,6 +160,7 @@ class Occasion:
     keeps_draws: bool = True
 
 
+# How a composition is called, by name.
 OCCASIONS: dict[str, Occasion] = {
     "a call": Occasion(_called),
     "a call in a capture": Occasion(_in_a_capture, kind="graph"),
@@ -178,4 +179,3 @@ OCCASIONS: dict[str, Occasion] = {
     "a call, and one with more rows": Occasion(_with_more_rows),
     "a call, and one with another layout": Occasion(_with_another_layout),
 }
-"""How a composition is called, by name."""

@@ -32,6 +32,7 @@ _FP8 = {
         "activation_scheme": "dynamic",
     }
 }
+# The fields of the batch-invariant models' configurations, by kind; each architecture has a kind.
 INVARIANT_MODELS: dict[str, dict[str, Any]] = {
     "Qwen3": {"architectures": ["Qwen3ForCausalLM"]},
     "Llama with a scaled rope": {
@@ -55,12 +56,10 @@ INVARIANT_MODELS: dict[str, dict[str, Any]] = {
     "float16": {"architectures": ["LlamaForCausalLM"]},
     "a cache in FP8": {"architectures": ["Qwen3ForCausalLM"]},
 }
-"""The fields of the batch-invariant models' configurations, by kind; each architecture has a kind.
-"""
 _DTYPES = {"FP8": torch.bfloat16, "experts in FP8": torch.bfloat16, "float16": torch.float16}
 _KV_DTYPES = {"a cache in FP8": torch.float8_e4m3fn}
+# The most tokens of a prompt and its completion.
 MAX_LEN = 640
-"""The most tokens of a prompt and its completion."""
 
 
 @functools.cache

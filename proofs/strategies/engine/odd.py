@@ -22,10 +22,11 @@ from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits
 from weft.transforms.engine.requests.prompts import EmbedsPrompt
 
+# The model's end-of-sequence tokens.
 ENDS = (3, 7)
-"""The model's end-of-sequence tokens."""
+# A token that some tokenizers cannot decode.
 MUTE = 9
-"""A token that some tokenizers cannot decode."""
+# The kinds of a mask's answers; those from `nothing` on are invalid.
 ANSWERS = (
     "any",
     "ids",
@@ -43,7 +44,6 @@ ANSWERS = (
     "dtype",
     "sparse",
 )
-"""The kinds of a mask's answers; those from `nothing` on are invalid."""
 
 
 @attrs.frozen

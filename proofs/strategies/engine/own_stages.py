@@ -134,8 +134,8 @@ def _next(value: Tensor, hidden: Tensor) -> Tensor:
     return 0.9 * value.roll(1, -1) + hidden
 
 
+# `(batch, hidden) -> hidden`: add a bounded function of the sum over a request's tokens so far.
 Add = Callable[[Any, Tensor], Tensor]
-"""`(batch, hidden) -> hidden`: add a bounded function of the sum over a request's tokens so far."""
 
 
 def _adding(index: int) -> Add:
@@ -183,7 +183,8 @@ def _change(
                 hidden = hidden + read("vector", batch)
             elif kind == "strength":
                 hidden = _times(hidden, read("strength", batch))
-            hidden = hidden if add is None else add(batch, hidden)
+            if add is not None:
+                hidden = add(batch, hidden)
             if captured:
                 sow(f"layer {index}", hidden)
             return hidden, kv_pages

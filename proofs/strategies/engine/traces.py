@@ -110,7 +110,10 @@ class Trace:
 
     def stages(self, num_stages: int, device: torch.device | str = "cpu") -> list[DecoderStage]:
         """The model's stages on a device, which return their logits; the first one drafts."""
-        count = self.drafts.num_tokens if self.drafts else 0
+        if self.drafts:
+            count = self.drafts.num_tokens
+        else:
+            count = 0
         layouts = self.layouts(num_stages)
         options: dict[str, Any] = {"keep_logits": True, "num_drafts": count, "device": device}
         stages = [decoder_stage(self.config, layout, **options) for layout in layouts]

@@ -17,10 +17,10 @@ from weft.stages.config import ModelConfig
 from weft.stages.layer_fields import Part
 from weft.stages.layout import StageLayout
 
+# The dtypes of ggml's types that torch has.
 KINDS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
-"""The dtypes of ggml's types that torch has."""
+# The tensor that divides the frequencies of the rotary embedding.
 ROPE_FACTORS = "rope_freqs.weight"
-"""The tensor that divides the frequencies of the rotary embedding."""
 _EXPERT = re.compile(r"(?<=mlp\.experts\.)(\d+)\.")
 # Elements that are unpacked at a time: 16 MiB of float32 beside the parameters.
 _AT_ONCE = 2**22

@@ -22,6 +22,7 @@ from weft.transforms.engine.setup import Runner, make_runner, make_state
 from weft.transforms.graphs.ladder import Limits
 from weft.trees import leaves_with_names
 
+# The parts of a state that are equal on all stages.
 TABLES = (
     ".block_table",
     ".positions",
@@ -31,11 +32,10 @@ TABLES = (
     ".sampling.floats",
     ".sampling.ints",
 )
-"""The parts of a state that are equal on all stages."""
 
+# Absolute, in float32, between ways whose matrix products have other shapes. In equal shapes the
+# bits are equal, and those of a batch-invariant model always are.
 TOLERANCE = 1e-4
-"""Absolute, in float32, between ways whose matrix products have other shapes. In equal shapes the
-bits are equal, and those of a batch-invariant model always are."""
 
 
 _SIZES = "logits", "KV pages"
@@ -282,7 +282,10 @@ def compare_runs(trace: RunTrace, reference: RunTrace) -> RunComparison:
     same = [
         torch.equal(a.tokens, b.tokens) for a, b in zip(trace.steps, reference.steps, strict=False)
     ]
-    steps = same.index(False) + 1 if False in same else len(same)
+    if False in same:
+        steps = same.index(False) + 1
+    else:
+        steps = len(same)
     pairs = [*zip(trace.steps[:steps], reference.steps[:steps], strict=True)]
     values = {
         "logits": [(a.logits, b.logits) for a, b in pairs],

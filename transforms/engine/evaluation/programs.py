@@ -353,7 +353,10 @@ def _reduced(value: Any) -> Iterator[Any]:
         TypeError: it cannot be pickled.
     """
     reducer = copyreg.dispatch_table.get(type(value))
-    reduced: Any = value.__reduce_ex__(4) if reducer is None else reducer(value)
+    if reducer is None:
+        reduced: Any = value.__reduce_ex__(4)
+    else:
+        reduced = reducer(value)
     yield type(value)
     if isinstance(reduced, str):
         yield reduced

@@ -222,7 +222,10 @@ def read_tasks(file: str | Path) -> list[Task]:
 
 def _task(call: str, name: str, record: Any) -> Task:
     fault = ""
-    fields = sorted(record) if isinstance(record, dict) else []
+    if isinstance(record, dict):
+        fields = sorted(record)
+    else:
+        fields = []
     empty = [field for field in fields if not isinstance(record[field], str) or not record[field]]
     if fields not in (["text"], ["answer", "prompt"]):
         fault = f"has {', '.join(map(repr, fields)) or 'no names'}"

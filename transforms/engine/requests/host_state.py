@@ -371,8 +371,8 @@ def find_open(call: str, entries: Mapping[str, T], id: object) -> T:
     )
 
 
+# The sort key of requests in scheduling order.
 turn = operator.attrgetter("turn")
-"""The sort key of requests in scheduling order."""
 
 
 def enqueue(host: HostState, req: RequestState) -> None:

@@ -115,7 +115,10 @@ class RequestBuilder:
         Raises:
             RequestError: it could never be served.
         """
-        sampling_params = _GREEDY if sampling is None else sampling
+        if sampling is None:
+            sampling_params = _GREEDY
+        else:
+            sampling_params = sampling
         values = {
             "sampling": sampling_params,
             "id": name,
@@ -147,7 +150,10 @@ class RequestBuilder:
                 write_rows(self._scratch, [0], [params], [()], [()])
             self._checked[:] = [sampling_params]
         most = min(max_tokens, self.model.config.max_position_embeddings - len(ids))
-        slot = -1 if adapter is None else self.slots[adapter]
+        if adapter is None:
+            slot = -1
+        else:
+            slot = self.slots[adapter]
         content = None
         if isinstance(prompt, EmbedsPrompt):
             with blamed(call, "EmbedsPrompt(...) of dense tensors that can be read on the host"):
@@ -159,7 +165,8 @@ class RequestBuilder:
             )
         captured = bool(self.model.functions.captures)
         policy = self.model.functions.policy
-        policy = policy if self.prefix_caching else "none"
+        if not self.prefix_caching:
+            policy = "none"
         more = content, mask is not None, request_extras, captured, policy, cache_salt
         first = Request(name, ids, most, params, priority, slot, *more)
         seeds = enumerate(sample_seeds(params.seed or 0, params.n)[1:], 1)
@@ -184,7 +191,10 @@ class RequestBuilder:
 
 def call_of_add(sampling: Any, max_tokens: Any, name: Any) -> str:
     """A call of `Engine.add`, for errors."""
-    sampling_text = "" if sampling is None else f"{sampling!r}, "
+    if sampling is None:
+        sampling_text = ""
+    else:
+        sampling_text = f"{sampling!r}, "
     return f"engine.add(prompt, {sampling_text}max_tokens={max_tokens!r}, id={name!r})"
 
 

@@ -198,7 +198,10 @@ def without_bad_words(
     vocab_size = model.config.vocab_size
 
     def allowed(token_ids: Sequence[int]) -> Tensor | Iterable[int] | None:
-        base_mask = None if mask is None else mask(token_ids)
+        if mask is None:
+            base_mask = None
+        else:
+            base_mask = mask(token_ids)
         said = tuple(token_ids)
         barred = {ids[-1] for ids in longer if said[max(len(said) - len(ids) + 1, 0) :] == ids[:-1]}
         if not barred:

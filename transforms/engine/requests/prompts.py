@@ -170,7 +170,10 @@ def read_content(prompt: EmbedsPrompt) -> PromptContent:
         embeds = None
     else:
         embeds = embeds.detach().clone()
-    positions = None if positions is None else positions.cpu().clone()
+    if positions is None:
+        positions = None
+    else:
+        positions = positions.cpu().clone()
     texts = [b""] * len(ids)
     if embeds is not None:
         rows = zip(_bytes_of(embeds), ids, strict=True)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import attrs
 
+# The lengths of a step's prompts, and the seconds that it took.
 Measured = tuple[Sequence[int], float]
-"""The lengths of a step's prompts, and the seconds that it took."""
 # No step is estimated to take less than this share of the fastest that was measured, whatever its
 # pairs take.
 _LEAST = 0.9
@@ -93,7 +93,10 @@ def step_time(
     (many, sooner), (few, later) = long
     more = _pairs(few) - _pairs(many)
     reads = sum(few) - len(few)
-    per_pair = max(0.0, (later - sooner) / more) if more > 0 else 0.0
+    if more > 0:
+        per_pair = max(0.0, (later - sooner) / more)
+    else:
+        per_pair = 0.0
     # One long step that was measured too slow must not make all others free: none takes far less
     # than the fastest did.
     per_pair = min(

@@ -30,8 +30,8 @@ T = TypeVar("T")
 
 _MAX_CACHED_BATCHES = 16
 
+# A graphified function, and arguments to capture it with.
 Example = tuple[Graphified[..., Any], tuple[Any, ...]]
-"""A graphified function, and arguments to capture it with."""
 
 
 class Executor(Protocol):

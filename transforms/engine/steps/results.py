@@ -22,8 +22,8 @@ _CAPTURED = "captured "
 # Whether a number is above -inf; NaN is not.
 _is_above = (-math.inf).__lt__
 
+# Work that is done, and the last stage's output; None where the step returns nothing.
 FinishedWork = tuple[Work, Output | None]
-"""Work that is done, and the last stage's output; None where the step returns nothing."""
 
 
 @attrs.frozen(eq=False)

@@ -11,8 +11,8 @@ from weft.errors import DeviceError
 from weft.transforms.graphs.backends.audit import Audit
 from weft.transforms.graphs.calls.buffers import InputBufferPool
 
+# The names that `graphify(..., backend=...)` takes.
 NAMES = ("tape", "cuda")
-"""The names that `graphify(..., backend=...)` takes."""
 
 
 class Recording(Protocol):
@@ -114,7 +114,10 @@ def make_backend(name: str | None, tensors: Iterable[Tensor]) -> Backend:
 
     on_cuda = cuda_device(tensors)
     if name is None:
-        name = "cuda" if on_cuda is not None else "tape"
+        if on_cuda is not None:
+            name = "cuda"
+        else:
+            name = "tape"
     if name == "tape":
         return TapeBackend()
     if name != "cuda":

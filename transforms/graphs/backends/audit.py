@@ -72,8 +72,8 @@ class Inputs:
     returned: Sequence[weakref.ref[Tensor]] = ()
 
 
+# Tensors from outside that captures read, by their storages.
 External = weakref.WeakValueDictionary[int, Tensor]
-"""Tensors from outside that captures read, by their storages."""
 
 
 def _is_in(storages: Set[int], tensor: Tensor) -> bool:
@@ -406,10 +406,16 @@ class Audit(OperatorWatch):
     def _refuse_unaliased(self, tensor: Tensor) -> None:
         """Raise CaptureError for a donated tensor, or a view of it, that came from a closure and
         not as the argument."""
-        owner = tensor if tensor._base is None else tensor._base
+        if tensor._base is None:
+            owner = tensor
+        else:
+            owner = tensor._base
         if (index := self._callers_own.get(id(owner))) is not None:
             name = self._inputs.labels()[index]
-            view = "" if owner is tensor else "a view of "
+            if owner is tensor:
+                view = ""
+            else:
+                view = "a view of "
             fault = f"it reads {view}{name}, which is donated, from outside its arguments"
             raise self.refuse(fault, f"use the argument {name}, or do not donate it")
 

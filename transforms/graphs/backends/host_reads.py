@@ -25,11 +25,11 @@ REMEDY = (
 )
 # A part of torch's internal error when it should pass such a number to Python code.
 _NUMBER_ON_A_GPU = "tensor._is_zerotensor() && tensor.dim() == 0"
+# The methods of a tensor that read it on the host.
 READS = {
     *("item", "tolist", "numpy", "__array__", "__dlpack__", "__repr__", "__format__"),
     *("__bool__", "__int__", "__float__", "__complex__", "__index__"),
 }
-"""The methods of a tensor that read it on the host."""
 _SHARED = {"numpy", "__array__", "__dlpack__"}
 _SHOWN = {"__repr__", "__format__"}
 _RUN_PYTHON = {torch.Tensor.apply_, torch.Tensor.map_, torch.Tensor.map2_}
@@ -251,7 +251,10 @@ def _any_tensor(*values: Any) -> bool:
 def _is_list_of_tensors(index: Any) -> bool:
     """Whether a part of an index is a list that holds tensors (torch takes a top-level list of
     tensors as a tuple)."""
-    parts = index if isinstance(index, tuple | list) else ()
+    if isinstance(index, tuple | list):
+        parts = index
+    else:
+        parts = ()
     return any(_any_tensor(part) for part in parts if isinstance(part, list | tuple))
 
 
@@ -315,8 +318,8 @@ def user_line() -> str:
     return _line_of(_running())
 
 
+# A frame, and the line number in it.
 Frame = tuple[types.FrameType, int]
-"""A frame, and the line number in it."""
 
 
 def _running() -> list[Frame]:
@@ -352,7 +355,10 @@ def _known_remedy(at: Frame) -> str:
         experts := getattr(getattr(module, "config", None), "_experts_implementation", None)
     ) is None:
         return ""
-    other = "grouped_mm" if experts == "eager" else "batched_mm"
+    if experts == "eager":
+        other = "grouped_mm"
+    else:
+        other = "batched_mm"
     return (
         f"model.set_experts_implementation({other!r}): {experts!r} reads on the host which tokens"
         " go to which expert"

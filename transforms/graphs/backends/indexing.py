@@ -71,7 +71,10 @@ class Gathers:
 
     def index_of(self, x: Any, index: Any) -> _Index | None:
         """The parts of an index that is to be gathered; None for any other."""
-        parts = index if isinstance(index, tuple) else (index,)
+        if isinstance(index, tuple):
+            parts = index
+        else:
+            parts = (index,)
         if (
             not isinstance(x, Tensor)
             or x.layout is not torch.strided

@@ -11,12 +11,12 @@ from torch import Tensor
 
 PINS = {"aten::pin_memory", "aten::_pin_memory"}
 _COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
+# Transfers between ranks, which are collective, and which a replay repeats although they compute
+# nothing.
 TRANSFERS = {"weft::send", "weft::recv"}
-"""Transfers between ranks, which are collective, and which a replay repeats although they compute
-nothing."""
 _aten = torch.ops.aten
+# Operators that only allocate or resize memory, which a replay need not repeat.
 ONLY_MEMORY = {_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.resize_}
-"""Operators that only allocate or resize memory, which a replay need not repeat."""
 _CONSULT_SWITCHES = (
     "convolution",
     "cudnn",
@@ -214,7 +214,10 @@ def data_dependence(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if func is aten._local_scalar_dense.default or func in _SCALED_BY_DATA:
         return "a tensor's value is read on the host"
     if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_):
-        indices = args[1] if len(args) > 1 else kwargs["indices"]
+        if len(args) > 1:
+            indices = args[1]
+        else:
+            indices = kwargs["indices"]
         if any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices):
             return "indexing with a boolean mask, whose shape or work depends on data"
         return None
@@ -230,8 +233,8 @@ def data_dependence(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return None
 
 
+# The first words of a fault that is a copy between devices.
 COPY = "a copy from"
-"""The first words of a fault that is a copy between devices."""
 
 
 def _device_crossing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
@@ -245,7 +248,10 @@ def _device_crossing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         target = args[0].device
     else:
         target = kwargs.get("device")
-    target = source if target is None else torch.device(target)
+    if target is None:
+        target = source
+    else:
+        target = torch.device(target)
     if source.type == target.type:
         return None
     return f"{COPY} {source.type} to {target.type} inside the function"

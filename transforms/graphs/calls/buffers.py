@@ -21,17 +21,17 @@ from weft.torchapi.private import copy_all, seen_as
 from weft.transforms.graphs.calls.aliasing import overlaps_itself
 from weft.trees import Axes
 
+# The size up to which a strided argument gets a buffer with its strides; four times its own size is
+# allowed too.
 SPARSE_BYTES = 2**26
-"""The size up to which a strided argument gets a buffer with its strides; four times its own size
-is allowed too."""
+# The size up to which padding is copied from a padding source, in the launch that copies the
+# values; larger padding is filled in a launch of its own.
 PADDING_SOURCE_BYTES = 2**20
-"""The size up to which padding is copied from a padding source, in the launch that copies the
-values; larger padding is filled in a launch of its own."""
 
 
+# Kernels add up in another order where a tensor does not begin at a multiple of so many bytes, and
+# vector loads begin later. A buffer begins where its argument does, up to a multiple of it.
 ALIGNMENT = 16
-"""Kernels add up in another order where a tensor does not begin at a multiple of so many bytes, and
-vector loads begin later. A buffer begins where its argument does, up to a multiple of it."""
 
 
 def offset_of(value: Tensor) -> int:
@@ -125,8 +125,8 @@ def is_dense(value: Tensor) -> bool:
     return plain and not offset_of(value)
 
 
+# Fills input buffers from all leaves of a call, those by reference first.
 Fill = Callable[[Sequence[Any]], None]
-"""Fills input buffers from all leaves of a call, those by reference first."""
 
 
 @attrs.frozen(eq=False)

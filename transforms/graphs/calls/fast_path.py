@@ -57,9 +57,9 @@ class Value(Protocol):
 T = TypeVar("T", bound=Value)
 
 MAX_FORMS = 256
+# Argument structures with a fast path, per call form; calls of further structures take the general
+# path.
 MAX_FAST_PATHS = 128
-"""Argument structures with a fast path, per call form; calls of further structures take the general
-path."""
 MAX_KEYS = 4096
 MAX_KNOWN = 64
 MAX_PER_KEY = 8
@@ -109,8 +109,8 @@ def _guarded(
     )
 
 
+# Guarded values by the key of a call.
 Table = dict[Any, tuple[Guarded[T], ...]]
-"""Guarded values by the key of a call."""
 
 
 def _find(
@@ -227,8 +227,8 @@ class FastPath(Generic[T]):
         return True
 
 
+# A fast path that has no plan for a call, and what it read of the call.
 Missed = tuple[FastPath[T], ReadCall]
-"""A fast path that has no plan for a call, and what it read of the call."""
 
 
 class FastPaths(Generic[T]):

@@ -21,9 +21,9 @@ from weft.transforms.graphs.calls.buffers import offset_of
 from weft.trees import TreeSpec, tree_leaves
 from weft.value_keys import EXACT, by_identity, value_key
 
+# Attributes of tensors that begin so belong to weft and to torch.compile, and say nothing about the
+# tensor.
 OF_OTHERS = ("_weft", "_dynamo")
-"""Attributes of tensors that begin so belong to weft and to torch.compile, and say nothing about
-the tensor."""
 
 
 @attrs.frozen
@@ -222,6 +222,7 @@ def check_hashable(key: Key, call: str, names: Callable[[], Iterable[str]]) -> N
         raise
 
 
+# Immutable types.
 PLAIN = (
     *(
         bool,
@@ -240,7 +241,6 @@ PLAIN = (
     ),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
 )
-"""Immutable types."""
 
 
 def check_tensors(leaves: Iterable[Any], call: str, names: Callable[[], Iterable[str]]) -> None:

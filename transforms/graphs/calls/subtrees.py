@@ -16,8 +16,8 @@ from weft.donation import is_donatable
 from weft.trees import node_fields
 from weft.value_keys import EXACT
 
+# A subtree: its key, its leaves, and its distinct tensors.
 ReadTree = tuple[Any, tuple[Any, ...], tuple[Tensor, ...]]
-"""A subtree: its key, its leaves, and its distinct tensors."""
 _data_ptr = Tensor.data_ptr
 
 

@@ -146,7 +146,10 @@ def plan_cohorts(
 
 
 def _costs(seconds_or_costs: Sequence[float] | Costs, num_stages: int, call: str) -> Costs:
-    costs = seconds_or_costs if isinstance(seconds_or_costs, Costs) else Costs(seconds_or_costs)
+    if isinstance(seconds_or_costs, Costs):
+        costs = seconds_or_costs
+    else:
+        costs = Costs(seconds_or_costs)
     names = ("stages", "message_bytes", "output_bytes")
     same = "a cost that is the same for all micro-batches"
     values = {name: getattr(costs, name) for name in names}

@@ -36,8 +36,8 @@ _KINDS = {"stage": "stages", "part": "parts"}
 
 ONE_STEP = "in one step to all others"
 RING = "around a ring"
+# The ways to sum over ranks.
 BY_NODE = "in three phases: within nodes, between them, within"
-"""The ways to sum over ranks."""
 
 
 @attrs.frozen
@@ -126,7 +126,10 @@ class Costs:
             instead = f"Costs({name}=...) with a cost for each {name[:-1]}; a Run of {runs}"
             raise CostError(f"costs of '{effect}'", f"no cost of {effect.what!r}", instead)
         if callable(costs):
-            other = effect.microbatch if name == "stages" else rank
+            if name == "stages":
+                other = effect.microbatch
+            else:
+                other = rank
             return _valid(effect, f"{name}({index}, {other})", costs(index, other))
         return float(costs[index])
 

@@ -248,7 +248,10 @@ def _scale(span: float, columns: int) -> str:
     size, _ = unit_of(span)
     line = [" "] * columns
     for moment in ticks(span, columns // 10 + 1):
-        at = int(moment / span * columns * (1 + 1e-9)) if span else 0
+        if span:
+            at = int(moment / span * columns * (1 + 1e-9))
+        else:
+            at = 0
         label = f"|{moment / size:g}"
         if at + len(label) <= columns:
             line[at : at + len(label)] = label

@@ -9,8 +9,8 @@ from weft.effects import Effect, Run
 from weft.errors import CostError
 from weft.meshes.collectives import Collective
 
+# The `what` of a `Run` that advances a state with an output.
 ADVANCE = "advance"
-"""The `what` of a `Run` that advances a state with an output."""
 
 
 @attrs.frozen

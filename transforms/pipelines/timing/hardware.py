@@ -10,13 +10,13 @@ from weft.arguments.checks import COUNT, COUNT_OR_NONE, Rule, check_values
 from weft.errors import CostError
 from weft.meshes.collectives import Collective
 
+# The kernels of a layer in a graph of a decode step: 10.5 to 12.5 of Llama-3.1-8B, 11.4 of
+# Qwen3-30B-A3B, by the profiles in `proofs/results/`.
 KERNELS_PER_LAYER = 11
-"""The kernels of a layer in a graph of a decode step: 10.5 to 12.5 of Llama-3.1-8B, 11.4 of
-Qwen3-30B-A3B, by the profiles in `proofs/results/`."""
 
+# The share of a GPU's memory beside the weights that the KV cache and graphs may fill; temporaries
+# get the rest.
 MEMORY_SHARE = 0.85
-"""The share of a GPU's memory beside the weights that the KV cache and graphs may fill; temporaries
-get the rest."""
 _SPEED = "a number > 0, in bytes per second; infinite: a transfer takes the latency alone"
 _RULES: dict[str, Rule] = {
     "bandwidth": (

@@ -97,7 +97,10 @@ class _Clocks:
         assert isinstance(effect, Send | Broadcast)
         size = self.costs.bytes_of(effect)
         queue = self.messages[edge]
-        begins = max(now, queue[-1].arrives) if queue else now
+        if queue:
+            begins = max(now, queue[-1].arrives)
+        else:
+            begins = now
         arrives = begins + self.costs.transfer(effect, (edge.source, edge.to), size)
         self.sent[edge.source, effect.microbatch].append((edge, len(queue)))
         queue.append(_Message(size, now, arrives))

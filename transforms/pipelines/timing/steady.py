@@ -20,8 +20,8 @@ from weft.transforms.pipelines.machine import Edge, Step, puts, takes
 from weft.transforms.pipelines.schedule import decode_jobs, make_programs
 from weft.transforms.pipelines.timing.costs import Costs
 
+# The source of an arc, its weight and its delay.
 Arc = tuple[Hashable, float, int]
-"""The source of an arc, its weight and its delay."""
 
 
 @functools.lru_cache(256)

@@ -199,7 +199,10 @@ def compare(simulated: Timeline, measured: Timeline) -> Comparison:
             for rank, run in [*ran, *did]
             if ((rank, run) in ran) != ((rank, run) in did)
         )
-        where = "simulated" if (rank, what) in ran else "measured"
+        if (rank, what) in ran:
+            where = "simulated"
+        else:
+            where = "measured"
         problem = f"rank {rank}: '{what}' is in the {where} timeline alone"
         raise ProgramError(
             "compare(simulated, measured)", problem, "timelines of the same programs"

@@ -18,8 +18,8 @@ _SAME = "the same collectives in the same order on all ranks of a group, with on
 # Messages that an edge between threads holds; a sender waits if there are more.
 _CAPACITY = 2
 
+# The messages on an edge, each with the number of its micro-batch.
 Queue = deque[tuple[int, Any]]
-"""The messages on an edge, each with the number of its micro-batch."""
 
 
 class SharedRun:

@@ -169,7 +169,10 @@ class Threads:
         self, checked: CheckedPrograms, worker: Worker, shared: SharedRun
     ) -> Callable[[], None]:
         rank = worker.rank
-        device = None if self.devices is None else self.devices[rank]
+        if self.devices is None:
+            device = None
+        else:
+            device = self.devices[rank]
         link = ThreadLink(rank, shared, device, checked.lends)
         inside, context = thread_context(device), contextvars.copy_context()
 

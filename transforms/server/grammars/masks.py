@@ -174,7 +174,10 @@ class _GrammarMask:
 
     def __call__(self, token_ids: Sequence[int]) -> Tensor:
         tokens = tuple(token_ids)
-        before = self._leave(tokens[:-1]) if tokens else None
+        if tokens:
+            before = self._leave(tokens[:-1])
+        else:
+            before = None
         state = self._states.get(tokens)
         if state is None:
             state = self._states[tokens] = self._read(tokens, before)

@@ -15,11 +15,11 @@ from typing import Any
 
 from weft.errors import RequestError
 
+# Characters, as ranges of code points with both ends, in order.
 Ranges = list[tuple[int, int]]
-"""Characters, as ranges of code points with both ends, in order."""
+# The most characters that repetitions within repetitions may stand for: each one costs time at each
+# token.
 MOST_NESTED = 5000
-"""The most characters that repetitions within repetitions may stand for: each one costs time at
-each token."""
 _LONGEST = 10_000
 _TEXT: Ranges = [(9, 10), (13, 13), (0x20, 0xD7FF), (0xE000, 0x10FFFF)]
 # The letters that JSON writes after a backslash, by character, as a set of an expression has them.
@@ -119,7 +119,10 @@ class _Writer:
         return self._characters(_characters_of(kind, value))
 
     def _repeat(self, least: int, most: Any, inner: Sequence[Any]) -> str:
-        bound = least if most is op.MAXREPEAT else int(most)
+        if most is op.MAXREPEAT:
+            bound = least
+        else:
+            bound = int(most)
         before = self._nested
         self._nested *= max(bound, 1)
         if before > 1 and self._nested > MOST_NESTED:

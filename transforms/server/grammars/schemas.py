@@ -230,7 +230,10 @@ class _Rewriter:
         return None
 
     def _values(self, keywords: Mapping[str, Any], place: str) -> dict[str, Any]:
-        name = "const" if "const" in keywords else "enum"
+        if "const" in keywords:
+            name = "const"
+        else:
+            name = "enum"
         self._alone(keywords, name, place, "type")
         if name == "const":
             values = [keywords["const"]]
@@ -405,7 +408,10 @@ class _Rewriter:
         if most is not None and least > most:
             problem = f"'minLength' {least} and 'maxLength' {most}"
             self._refuse(place, problem, "a length that a text can have")
-        bounds = f"{least}," if most is None else f"{least},{most}"
+        if most is None:
+            bounds = f"{least},"
+        else:
+            bounds = f"{least},{most}"
         pattern = rewrite(call, f"[\\s\\S]{{{bounds}}}", in_json=True)
         return {"pattern": f"^{pattern}$"}
 
@@ -453,7 +459,10 @@ class _Rewriter:
 def _kinds_of(schema: Mapping[str, Any]) -> set[str]:
     """The names in `type`; empty if they are none."""
     value = schema.get("type")
-    names = value if isinstance(value, list) else [value]
+    if isinstance(value, list):
+        names = value
+    else:
+        names = [value]
     if all(isinstance(name, str) and name in _TYPES for name in names):
         return {*names}
     return set()

@@ -34,15 +34,15 @@ BANDWIDTH = 4.27e12
 HEADS = {"llama-3.1-8b": (32, 8), "qwen3-0.6b": (16, 8), "qwen3-30b-a3b": (32, 4)}
 CONTEXTS = (256, 1024, 4096, 16384, 32768)
 REQUESTS = (1, 8, 32, 128, 256)
+# Decodes whose contexts have more positions than this in all are left out.
 MOST_POSITIONS = 2**21
-"""Decodes whose contexts have more positions than this in all are left out."""
+# Contexts of decodes that differ.
 UNEVEN = {
     "16 of 500 to 8000": range(500, 8001, 500),
     "32 of 250 to 8000": range(250, 8001, 250),
     "63 x 300 and 30000": (*(300,) * 63, 30000),
     "127 x 300 and 30000": (*(300,) * 127, 30000),
 }
-"""Contexts of decodes that differ."""
 TINY_UNEVEN = {"5, 20 and 9": (5, 20, 9)}
 STEPS = {
     "16 x 512": ((0, 512),) * 16,
@@ -53,6 +53,7 @@ STEPS = {
     "4 x 480 and 128 decodes at 600": (*((0, 480),) * 4, *((599, 1),) * 128),
 }
 TINY_STEPS = {"2 x 5": ((0, 5),) * 2}
+# The most rows of a program, and the keys of a tile, warps and stages, to be tried for prompts.
 TILES = (
     (128, (64, 4, 2)),
     (128, (64, 4, 3)),
@@ -63,7 +64,6 @@ TILES = (
     (64, (32, 4, 3)),
     (64, (32, 4, 4)),
 )
-"""The most rows of a program, and the keys of a tile, warps and stages, to be tried for prompts."""
 
 
 @attrs.frozen
@@ -150,7 +150,10 @@ def time_case(
         else:
             seconds = device_seconds(call, 10, device)
         rate = work / seconds / 1e12
-        share = work / seconds / BANDWIDTH if decodes else None
+        if decodes:
+            share = work / seconds / BANDWIDTH
+        else:
+            share = None
         rows.append(Row(model, shape, name, seconds * 1e6, rate, share, plan_us, error))
     fastest = min(row.us for row in rows)
     return [attrs.evolve(row, best=row.us == fastest) for row in rows]
@@ -165,7 +168,10 @@ def _timed(backend: AttentionBackend, case: Case) -> tuple[Any, float]:
 
 def time_all(device: str, *, quick: bool) -> Iterator[Row]:
     """The rows of all shapes, as they come."""
-    names = ["reference", "torch"] if device == "cpu" else ["triton"]
+    if device == "cpu":
+        names = ["reference", "torch"]
+    else:
+        names = ["triton"]
     names += (
         ["flashinfer"]
         if device == "cuda" and not BACKENDS["flashinfer"].missing(torch.device(device))
@@ -195,7 +201,10 @@ def time_tiles(device: str, *, quick: bool) -> Iterator[Row]:
     keys, warps, stages = launch._PROMPT_TILE
     # As heads of 128 have it
     default_tiles = [(launch._PROMPT_ROWS, (min(keys, 64), warps, stages))]
-    back_end = "torch" if device == "cpu" else "triton"
+    if device == "cpu":
+        back_end = "torch"
+    else:
+        back_end = "triton"
     for model, heads in HEADS.items() if not quick else [("tiny", (4, 2))]:
         for shape, step in (TINY_STEPS if quick else STEPS).items():
             case = make_case(step, heads, device)
@@ -248,7 +257,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny shapes, to see that it runs")
     parser.add_argument("--tiles", action="store_true", help="prompts alone, with other tiles")
     args = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if torch.cuda.is_available():
+        device = "cuda"
+    else:
+        device = "cpu"
     rows = []
     timed = time_tiles if args.tiles else time_all
     for row in timed(device, quick=args.quick or device == "cpu"):

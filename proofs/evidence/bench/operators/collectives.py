@@ -35,8 +35,8 @@ TOKENS = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 8192)
 HIDDEN = 2048
 COUNT = 20
 ROWS = (1, 8, 64)
+# Rows of logits that a rank gets, and their columns.
 VOCABULARY = 151936
-"""Rows of logits that a rank gets, and their columns."""
 WAYS = ("ncclAllReduce", "nccl", "peer")
 """NCCL's own collectives, which the transport's does not use; and the transports'."""
 

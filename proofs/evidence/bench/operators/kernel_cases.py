@@ -108,7 +108,10 @@ def norm_case(make: Maker, sizes: Sizes, tokens: int, parts: int) -> Case:
     else:
         x = make.randn(tokens, sizes.hidden)
     args = x, make.randn(tokens, sizes.hidden), make.randn(sizes.hidden), 1e-6
-    name = "add_rms_norm_quantized" if parts else "add_rms_norm"
+    if parts:
+        name = "add_rms_norm_quantized"
+    else:
+        name = "add_rms_norm"
     op = getattr(torch.ops.weft, name)
     reference = (norm._add_rms_norm_quantized if parts else norm.add_rms_norm).reference
     moved = nbytes(*args) + tokens * sizes.hidden * (5 if parts else 4)

@@ -82,7 +82,10 @@ def show(rows: Sequence[Row]) -> None:
     )
     for row in rows:
         sizes = f"{row.model:<14}{row.tokens:>7} {row.kernel:<23}{row.shape:<30}"
-        error = "" if row.error is None else f"{row.error:.1e}"
+        if row.error is None:
+            error = ""
+        else:
+            error = f"{row.error:.1e}"
         print(f"{sizes}{row.us:>8.2f}{row.floor_us:>8.2f}{row.share:>7.0%}{error:>9}")
     for model, tokens in dict.fromkeys((row.model, row.tokens) for row in rows):
         us = sum(row.us for row in rows if (row.model, row.tokens) == (model, tokens))
@@ -99,7 +102,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
     args = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if torch.cuda.is_available():
+        device = "cuda"
+    else:
+        device = "cpu"
     quick = args.quick or device == "cpu"
     torch.backends.cuda.matmul.allow_tf32 = False
     if quick:

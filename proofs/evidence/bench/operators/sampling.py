@@ -85,7 +85,10 @@ def main() -> None:
         "--quick", action="store_true", help="a small vocabulary and batch, to see that it runs"
     )
     args = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if torch.cuda.is_available():
+        device = "cuda"
+    else:
+        device = "cpu"
     vocab, counts = (64, (2,)) if args.quick or device == "cpu" else (151936, NUM_REQS)
     rows = [time_case(name, count, vocab, device) for count in counts for name in ASKED]
     args.out.mkdir(parents=True, exist_ok=True)

@@ -75,10 +75,16 @@ def main() -> None:
         "--quick", action="store_true", help="a tiny model and ladder, to see that it runs"
     )
     args = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if torch.cuda.is_available():
+        device = "cuda"
+    else:
+        device = "cpu"
     quick = args.quick or device == "cpu"
     model = random_model(TINY if quick else QWEN3_0_6B, device)
-    limits = Limits(2, 4) if quick else Limits(128, 256)
+    if quick:
+        limits = Limits(2, 4)
+    else:
+        limits = Limits(128, 256)
     runs = [
         {"run": which, **capture_ladder(model, limits, device)} for which in ("first", "second")
     ]

@@ -133,7 +133,10 @@ def kind_of(product: ExpertProduct, tile: Tile) -> ExpertKind:
     """The kind of the kernel of a product with this tile, as a small product."""
     pairs = product.tokens * product.top_k
     scanned = max(SCAN_PAIRS, power_of_two(pairs))
-    experts = product.num_experts if product.num_experts % 16 else 16
+    if product.num_experts % 16:
+        experts = product.num_experts
+    else:
+        experts = 16
     if tile.sort:
         tokens = 32
     elif product.tokens == 1:

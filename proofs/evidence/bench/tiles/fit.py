@@ -164,7 +164,10 @@ def make_model(cases: Sequence[Case], by: Coefficients, fp8: bool, gpu: Device =
         best = min(case.costs.values())
         entries = dict[int, list[tuple[float, float]]]()
         for choice, more in _beyond(case, by, fp8, gpu).items():
-            index = -1 if choice is None else tile_index(choice, fp8)
+            if choice is None:
+                index = -1
+            else:
+                index = tile_index(choice, fp8)
             if choice is not None and case.costs[choice] <= _USUAL * best:
                 usual[index].append(more)
             if choice is None or case.costs[choice] <= _NEAR * best:

@@ -26,6 +26,7 @@ from weft.ops.tiles.linear import GATED_MANY, one_part_tile
 from weft.proofs.evidence.bench.graphs import graph_seconds, run_seconds
 from weft.proofs.evidence.environment import environment
 
+# Rows of the gate and of up, and columns.
 SHAPES = (
     (6144, 1024),
     (16384, 2048),
@@ -36,7 +37,6 @@ SHAPES = (
     (37888, 3584),
     (34816, 5120),
 )
-"""Rows of the gate and of up, and columns."""
 TOKENS = 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096, 8192
 _ONE_PART = 1024
 _SECONDS = 1.0

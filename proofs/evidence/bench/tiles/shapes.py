@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from weft.ops.tiles.tile import cdiv
 from weft.proofs.evidence.bench.operators.sizes import QWEN3_0_6B, QWEN3_30B_A3B, Sizes
 
+# The numbers of tokens for the training shapes.
 COUNTS = (1, 4, 8, 16, 32, 64, 128, 512, 2048)
-"""The numbers of tokens for the training shapes."""
+# The numbers of tokens for the held-out shapes; most are in no training set.
 HELD_COUNTS = (1, 6, 24, 64, 96, 256, 700, 2048)
-"""The numbers of tokens for the held-out shapes; most are in no training set."""
 
 _LLAMA_70B = Sizes("Llama-3.1-70B", 8192, 28672, 64, 8)
 

@@ -18,8 +18,8 @@ from weft.torchapi.scaled_mm import scaled_mm
 
 _MOST_LAUNCHES = 256
 
+# torch's own products, by kind.
 LIBRARIES = {"linear": ("torch", "cublaslt"), "fp8_linear": ("scaled_mm",)}
-"""torch's own products, by kind."""
 
 
 @attrs.frozen
@@ -37,8 +37,8 @@ class Product:
     columns: int
 
 
+# A tile, or the name of one of torch's own products.
 Choice = Tile | str
-"""A tile, or the name of one of torch's own products."""
 
 
 @attrs.frozen

@@ -446,7 +446,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     # So that both engines are ended too
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
-    other = "vllm" if args.against is None else "older"
+    if args.against is None:
+        other = "vllm"
+    else:
+        other = "older"
     for name in args.models:
         path = args.out / f"{other}-{name}-pp{args.pp or 1}.json"
         for repeat, record in enumerate(compare(name, args)):

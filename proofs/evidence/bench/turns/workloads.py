@@ -63,9 +63,9 @@ WORKLOADS = {
     "uneven": Workload(32, 7936, 512, varied=True),
     "few_long": Workload(132, 512, 256, num_long=4, long_len=15360),
 }
+# Run only when asked for: with room for 128 requests of that length, one engine would leave the
+# other no memory.
 LONG = "long", "uneven", "few_long"
-"""Run only when asked for: with room for 128 requests of that length, one engine would leave the
-other no memory."""
 _PAGE_SIZE = 16
 
 

@@ -22,8 +22,8 @@ from weft.transforms.pipelines.transports.ends.peer_group import PeerGroup
 from weft.transforms.pipelines.transports.messaging.messages import DeviceEvent, as_bytes
 from weft.transforms.pipelines.transports.watching.monitor import CAPACITY, Monitor
 
+# Bytes of a slot; a longer message goes in parts.
 SLOT_BYTES = 2**24
-"""Bytes of a slot; a longer message goes in parts."""
 _COUNTS = PROGRAMS * 8
 
 

@@ -130,7 +130,10 @@ def _find_class(name: str) -> Any:
     module, _, path = name.partition(":")
     value: Any = sys.modules.get(module)
     for part in path.split("."):
-        value = vars(value).get(part) if value is not None else None
+        if value is not None:
+            value = vars(value).get(part)
+        else:
+            value = None
     if isinstance(value, type):
         return value
     return None

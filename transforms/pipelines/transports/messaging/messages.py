@@ -393,11 +393,17 @@ class ProcessLink:
         of the same pipeline."""
         assert self.checked is not None, "a run has begun"
         classes = self.checked.programs[source].classes
-        described = classes[effect.microbatch] if classes else ""
+        if classes:
+            described = classes[effect.microbatch]
+        else:
+            described = ""
         sent_stage = stage_sent(Step(self.monitor.rank, effect))
         of = self.checked.read_sources, isinstance(effect, Broadcast), described, source, sent_stage
         if (name := self._keys.get(of)) is None:
-            stage = "" if sent_stage in (None, source) else f" stage {sent_stage}"
+            if sent_stage in (None, source):
+                stage = ""
+            else:
+                stage = f" stage {sent_stage}"
             text = (
                 f"{isinstance(effect, Broadcast)} {described} {self.checked.read_sources()}{stage}"
             )

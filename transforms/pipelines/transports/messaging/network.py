@@ -183,7 +183,10 @@ class Network:
         """
         secret_text = environment.get(SECRET)
         master = environment.get("MASTER_ADDR", LOOPBACK)
-        secret = None if secret_text is None else Secret(secret_text.encode())
+        if secret_text is None:
+            secret = None
+        else:
+            secret = Secret(secret_text.encode())
         one_node = environment.get("LOCAL_WORLD_SIZE") == str(num_ranks)
         one_node = one_node or master in ("localhost", "::1") or master.startswith("127.")
         problem = f"ranks on several nodes (MASTER_ADDR={master}), and no "

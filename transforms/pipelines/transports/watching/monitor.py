@@ -30,17 +30,17 @@ from weft.transforms.pipelines.transports.watching.failures import (
 )
 from weft.transforms.pipelines.transports.watching.records import START, Liveness, Position, Records
 
+# Messages that an edge between processes holds; a sender waits if there are more.
 CAPACITY = 2
-"""Messages that an edge between processes holds; a sender waits if there are more."""
+# The instruction of a rank that begins a step.
 BEGIN = "its first instruction"
-"""The instruction of a rank that begins a step."""
+# The instruction of a host that waits for its device, which may first replay steps that write no
+# records.
 SYNC = "synchronize"
-"""The instruction of a host that waits for its device, which may first replay steps that write no
-records."""
+# The instruction of a rank after a step.
 END = "its end"
-"""The instruction of a rank after a step."""
+# The instruction of a rank that connects to the others.
 CONNECT = "connect"
-"""The instruction of a rank that connects to the others."""
 # The instruction of a rank that needs another one before its first step; the number follows.
 _WAITS = "wait for rank "
 # It stands in the instruction of a rank in a collective, before its number.
@@ -274,7 +274,10 @@ class Monitor:
                 end, or else `peer`, unless some rank soon writes who failed.
             waiting: what this rank was about to do; None: what it last wrote.
         """
-        waits = self.here.instruction if waiting is None else waiting
+        if waiting is None:
+            waits = self.here.instruction
+        else:
+            waits = waiting
         try:
             if gone:
                 failure = self._find_gone(gone, peer, cause)

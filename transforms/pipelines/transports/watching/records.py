@@ -22,8 +22,8 @@ T = TypeVar("T")
 # Characters of an instruction.
 _LONGEST = 4096
 _encode = json.JSONEncoder(ensure_ascii=False).encode
+# The instruction of a rank before its first step.
 START = "its start"
-"""The instruction of a rank before its first step."""
 
 
 @functools.lru_cache(maxsize=1024)
