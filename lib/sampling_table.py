@@ -70,7 +70,10 @@ class SamplingTable(Summarized):
     ) -> Self:
         """A table whose rows are greedy, and use no feature."""
         words = -(-vocab_size // 32)
-        biased = max_biased if vocab_size else 0
+        if vocab_size:
+            biased = max_biased
+        else:
+            biased = 0
 
         def zeros(width: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(num_rows, width, dtype=dtype, device=device)

@@ -479,7 +479,10 @@ def advance(state: State, batch: Batch, out: Output | None) -> State:
     """
     if out is not None and out.num_tokens is not None:
         return _advance_verified(state, batch, out, out.num_tokens)
-    ids = None if out is None else out.token_ids
+    if out is None:
+        ids = None
+    else:
+        ids = out.token_ids
     positions, last_tokens = move_on(
         state.positions, state.last_tokens, batch.rows, batch.query_start_loc, batch.samples, ids
     )

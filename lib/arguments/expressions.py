@@ -223,7 +223,10 @@ class _Parser:
 
     def _group(self) -> Ends:
         match = _GROUP.match(self.text, self.at)
-        opened = match[0] if match else ""
+        if match:
+            opened = match[0]
+        else:
+            opened = ""
         if opened == "(" and self.text[self.at + 1] == "?":
             self._refuse(self.text[self.at : self.at + 4])
         self.at += len(opened)

@@ -87,7 +87,10 @@ class Table:
         lines = [self.header, *self.rows]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         ways = [str.rjust if right else str.ljust for right in self.right]
-        shown = [self.title] if self.title else []
+        if self.title:
+            shown = [self.title]
+        else:
+            shown = []
         for line in lines:
             cells = (way(cell, width) for way, cell, width in zip(ways, line, widths, strict=True))
             shown.append("  ".join(cells).rstrip())
@@ -237,7 +240,10 @@ def strip(groups: Sequence[tuple[int, int]], *, joined: bool = False) -> str:
     left = _MOST
     for count, colour in groups:
         shown = min(count, left)
-        wide = shown * 11 if joined else 10
+        if joined:
+            wide = shown * 11
+        else:
+            wide = 10
         if joined and shown:
             step = [x]
         else:

@@ -225,7 +225,10 @@ def impossible(effect: Collective) -> tuple[str, str] | None:
             pass
     if wrong := [dim for dim in used if not -len(dims) <= dim < len(dims)]:
         return f"{description} along dimension {wrong[0]} of {len(dims)}", "one of its dimensions"
-    size = None if cut_dim is None else dims[cut_dim]
+    if cut_dim is None:
+        size = None
+    else:
+        size = dims[cut_dim]
     if isinstance(size, int) and size % count:
         return (
             f"{description}, which cuts {size} into {count} parts",

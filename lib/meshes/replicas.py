@@ -41,7 +41,8 @@ def differing(values: Sequence[Any]) -> list[int]:
 
 def _is_readable(x: Any) -> bool:
     """Whether the values of a tensor can be read now."""
-    x = innermost(x) if isinstance(x, Tensor) else x
+    if isinstance(x, Tensor):
+        x = innermost(x)
     if type(x) not in (Tensor, torch.nn.Parameter) or x.layout != torch.strided or x.is_quantized:
         return False
     kind = x.device.type

@@ -261,7 +261,10 @@ def _write_call(ops: Sequence[Any], derived: Function, exact: Function) -> Any:
             conditions.append(f"{argument.name}.requires_grad")
         elif str(argument.type) == "Optional[Tensor]":
             conditions.append(f"({argument.name} is not None and {argument.name}.requires_grad)")
-    source = _CALL if len(ops) == 1 else _CALL_OF_TWO
+    if len(ops) == 1:
+        source = _CALL
+    else:
+        source = _CALL_OF_TWO
     bind = _bind(ops[0], source, requires_grad=" or ".join(conditions) or "False")
     switches = (
         torch.is_grad_enabled,

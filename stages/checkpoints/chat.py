@@ -20,7 +20,7 @@ _RULES: dict[str, Rule] = {
         lambda conversation: (
             isinstance(conversation, list | tuple)
             and conversation
-            and all(isinstance(own, Mapping) for own in conversation)
+            and all(isinstance(message, Mapping) for message in conversation)
         ),
         'a list of messages, as in [{"role": "user", "content": "Hello"}]',
     )

@@ -169,7 +169,7 @@ class StageFunctions:
             return None
         if any(each.is_operator for each in self._backends):
             return None
-        return lambda query_len: all(own.runs_inside(query_len) for own in self._backends)
+        return lambda query_len: all(backend.runs_inside(query_len) for backend in self._backends)
 
     @property
     def page_size(self) -> int:

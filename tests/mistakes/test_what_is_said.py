@@ -60,7 +60,7 @@ def test_an_advance_that_was_not_lifted_is_noted(spans: Any) -> None:
     )
     assert note in error.value.__notes__
     (state,), _ = spans([counts(stage)], advance=lift(total))(*arguments)
-    assert (state.own, state.state.tolist()) == (1, [4, 4, 4])
+    assert (state.transform_state, state.state.tolist()) == (1, [4, 4, 4])
 
 
 def test_a_runner_prints_in_a_line() -> None:

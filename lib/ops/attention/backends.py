@@ -111,7 +111,9 @@ class AttentionBackend:
     def __attrs_post_init__(self) -> None:
         values = {name: getattr(self, name) for name in _RULES}
         check_values(f"AttentionBackend({self.name!r}, ...)", _RULES, values, ProgramError)
-        last = () if self.plan is None else ("plan",)
+        last: tuple[str, ...] = ("plan",)
+        if self.plan is None:
+            last = ()
         for name, taken in (
             ("attend", (*_TAKEN, *last)),
             ("plan", _TAKEN),
@@ -255,7 +257,8 @@ class AttentionBackend:
             where: the arguments of `attend` after the pages.
             plans: the step's plans; this function fills it. None: a plan for this call alone.
         """
-        plans = {} if plans is None else plans
+        if plans is None:
+            plans = {}
         key = self.handle, q.shape, kv_pages.shape, *where[4:]
         if self.runs_inside(query_len):
             if self.plan is None:

@@ -194,7 +194,10 @@ def plan_launch(
         and itemsize == 2
         and rows * dims * (1 + all_share) <= _PROMPT_ROWS * 128
     )
-    registers = _MOST_REGISTERS if fits else None
+    if fits:
+        registers = _MOST_REGISTERS
+    else:
+        registers = None
     if one_block:
         programs = max(blocks * splits, parts)
     else:

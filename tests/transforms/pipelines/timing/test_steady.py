@@ -132,8 +132,8 @@ def without_arcs(kind: str) -> Any:
 
     return lambda arcs: greatest_ratio(
         {
-            node: [arc for index, arc in enumerate(own) if kept(node, arc, index)]
-            for node, own in arcs.items()
+            node: [arc for index, arc in enumerate(node_arcs) if kept(node, arc, index)]
+            for node, node_arcs in arcs.items()
         }
     )
 
