@@ -50,20 +50,21 @@ NEWEST
 - Eager steps (`none`) and `piecewise` wait for the host, so they vary with it. The slowest runs of `512 in, 64 out` are
   first passes, in which most batch sizes appear for the first time.
 
-To measure a model of your own beside vLLM: `python -m weft.proofs.evidence.bench.turns --python PYTHON --models FOLDER --out
-RECORDS`, where PYTHON has vLLM, and FOLDER a `config.json`; `--workloads long uneven few_long` has long prompts.
+To measure a model of your own beside vLLM: `python -m weft.proofs.evidence.bench.turns --python PYTHON --models
+FOLDER --out RECORDS`, where PYTHON has vLLM, and FOLDER a `config.json`; `--workloads long uneven few_long` has long
+prompts.
 
-Each command to repeat a measurement is a module of `proofs/evidence/bench/` (`python -m weft.proofs.evidence.bench.serving --help`);
-`proofs/evidence/NOTES.md` says what was learned. Decode steps by number of requests and by context, as curves:
-`proofs/results/2026-11-22-h200-decode-modes.svg`; latency over HTTP against load:
-`proofs/results/2026-11-24-h200-http.svg`.
+Each command to repeat a measurement is a module of `proofs/evidence/bench/` (`python -m
+weft.proofs.evidence.bench.serving --help`); `proofs/evidence/NOTES.md` says what was learned. Decode steps by number
+of requests and by context, as curves: `proofs/results/2026-11-22-h200-decode-modes.svg`; latency over HTTP against
+load: `proofs/results/2026-11-24-h200-http.svg`.
 
 ## Decodes against the roofline
 
 100 % is the speed at which a step's bytes are read at the bandwidth of the data sheet, and nothing else takes time
-(`weft.proofs.evidence.pages.roofline`): weights, of experts as many as random routing chooses, keys and values of each request's
-tokens (258 on average after 2 in and 512 out), and logits. Bars are medians of the runs of the oldest and of the newest
-record of one GPU; hosts differ, so the newest may be the slower one. The first builds, of which
+(`weft.proofs.evidence.pages.roofline`): weights, of experts as many as random routing chooses, keys and values of
+each request's tokens (258 on average after 2 in and 512 out), and logits. Bars are medians of the runs of the oldest
+and of the newest record of one GPU; hosts differ, so the newest may be the slower one. The first builds, of which
 `proofs/evidence/NOTES.md` tells, left no record of serving on one GPU.
 
 ![Output tokens a second as a share of the roofline, oldest and newest record](roofline.svg)
@@ -71,13 +72,14 @@ record of one GPU; hosts differ, so the newest may be the slower one. The first 
 ## Tiles that nobody tuned
 
 The tile of a product is chosen by a model of its seconds, which was fitted to a search on one H100. Nothing is tried
-out at run time, and other GPUs than H100 (SXM) and H200 have torch's product, and in FP8 a rule. Here each sixth of the
-shapes was predicted by a fit that had not seen it (`python -m weft.proofs.evidence.bench.tiles.cross_validation`). The loss is
-the time of its choice over that of the best choice of the whole search on record, less one; `bench.tiles.search` now
-times only the tiles that came out best in it. The target is 5 % at the median and 15 % at the worst. The numbers of
-tokens of a column are in the fit for other shapes, and the list of tiles that the model knows was drawn up from all
-shapes; `proofs/evidence/NOTES.md` has the losses of shapes whose numbers of tokens the fit had not seen either, and says
-which of the worst cases are single times that were too long.
+out at run time, and other GPUs than H100 (SXM) and H200 have torch's product, and in FP8 a rule. Here each sixth of
+the shapes was predicted by a fit that had not seen it (`python -m
+weft.proofs.evidence.bench.tiles.cross_validation`). The loss is the time of its choice over that of the best choice
+of the whole search on record, less one; `bench.tiles.search` now times only the tiles that came out best in it. The
+target is 5 % at the median and 15 % at the worst. The numbers of tokens of a column are in the fit for other shapes,
+and the list of tiles that the model knows was drawn up from all shapes; `proofs/evidence/NOTES.md` has the losses of
+shapes whose numbers of tokens the fit had not seen either, and says which of the worst cases are single times that
+were too long.
 
 ![Loss of the chosen tile, by shape and number of tokens](tiles.svg)
 

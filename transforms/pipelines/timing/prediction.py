@@ -205,8 +205,8 @@ class Prediction:
                 )
             else:
                 yield (
-                    f"experts whole: each rank has {shard_moe.num_local_experts} of {shard_moe.num_experts}, and as much to"
-                    " do as any other"
+                    f"experts whole: each rank has {shard_moe.num_local_experts} of"
+                    f" {shard_moe.num_experts}, and as much to do as any other"
                 )
         layer, head, kv = (
             byte_size(count) for count in (sizes["layer"], sizes["head"], sizes["kv"] * context)
