@@ -10,8 +10,10 @@ two busy processors a round takes half a minute.
 
 The exit status is 1 if an attack lets a stream wait longer than `--ratio` times as long as alone;
 if it lets another innocent wait longer than ANSWER_SECONDS; or if an innocent is refused, or told
-something else than alone. A gap above the ratio counts if the largest of all rounds and the median
-of the rounds' largest are above it: one of them may be a pause of the machine.
+something else than alone. Where an attack's requests are answered, so that the steps have more
+rows, its gap may also be as long as beside as many requests without a grammar, and a fourth. A gap
+above the ratio counts if the largest of all rounds and the median of the rounds' largest are above
+it: one of them may be a pause of the machine.
 """
 
 import argparse
@@ -141,6 +143,11 @@ ORDINARY: dict[str, list[Request]] = {
         [{"response_format": _QUICK, "n": 100, "max_tokens": 100}]
     ),
 }
+# The ordinary requests that are as much load as an attack whose requests are answered.
+AS_MUCH_LOAD = {
+    "stars within stars, 20 requests": "20 requests without a grammar",
+    "a chain of nullable rules, 20 requests": "20 requests without a grammar",
+}
 
 
 # Innocents
@@ -235,8 +242,11 @@ def measure_round(url: str, attack: Sequence[Request], expected: str, turns: int
     return Round(attacked, alone, Counter(end for each in sent for end in each.result()))
 
 
-def verdict(name: str, rounds: Sequence[Round], ratio: float) -> dict[str, Any]:
-    """The record of an attack, or of ordinary requests."""
+def verdict(
+    name: str, rounds: Sequence[Round], ratio: float, load: Sequence[Round] = ()
+) -> dict[str, Any]:
+    """The record of an attack, or of ordinary requests; `load` has the rounds of ordinary ones that
+    are as much load as the attack."""
     alone = [each.alone.gap for each in rounds]
     attacked = [each.attacked.gap for each in rounds]
     ratios = {
@@ -248,7 +258,13 @@ def verdict(name: str, rounds: Sequence[Round], ratio: float) -> dict[str, Any]:
         answers |= Counter(each.attacked.answers)
     wrong = [words for each in rounds for words in (*each.attacked.wrong, *each.alone.wrong)]
     late = [kind for kind, seconds in answers.items() if seconds > ANSWER_SECONDS]
-    is_short = name in ORDINARY or min(ratios.values()) <= ratio
+    if load:
+        ratios["as much load"] = max(attacked) / max(each.attacked.gap for each in load)
+    is_short = (
+        name in ORDINARY
+        or min(ratios["largest"], ratios["median"]) <= ratio
+        or ratios.get("as much load", 2.0) <= 1.25
+    )
     return {
         "attack": name,
         "alone": [round(each.alone.gap, 3) for each in rounds],
@@ -291,8 +307,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     chosen = {
-        name: attack for name, attack in (ATTACKS | ORDINARY).items() if options.attack in name
+        name: attack for name, attack in (ORDINARY | ATTACKS).items() if options.attack in name
     }
+    rounds_by_name = dict[str, Sequence[Round]]()
     say(f"starting a server of {options.pp} stages")
     records = list[dict[str, Any]]()
     with attacked_server(options.pp) as server:
@@ -312,7 +329,9 @@ def main() -> None:
                     f"{number}/{len(chosen)}  {name}, round {len(rounds)} of {options.rounds}:"
                     f" {gaps}"
                 )
-            records.append(verdict(name, rounds, options.ratio))
+            rounds_by_name[name] = rounds
+            load = rounds_by_name.get(AS_MUCH_LOAD.get(name, ""), ())
+            records.append(verdict(name, rounds, options.ratio, load))
             print(json.dumps(records[-1]), flush=True)
         if not server.until_idle():
             say("the server did not come to rest")
