@@ -401,8 +401,8 @@ def test_a_model_keeps_its_laws() -> None:
             ],
         ),
         ({"x": ROWS}, {}, ["saw: no argument 'x'"]),
-        (ROWS, {}, ["saw: given drew a Tensor", "instead: args=(x, y)"]),
-        ([], {}, ["saw: given is a list"]),
+        (ROWS, {}, ["saw: args drew a Tensor", "instead: args=(x, y)"]),
+        ([], {}, ["saw: args is a list"]),
     ],
     ids=["no such law", "no ladder", "too few", "no such argument", "no tuple", "no calls"],
 )

@@ -169,10 +169,10 @@ def test_structures_and_kinds() -> None:
 @pytest.mark.parametrize(
     ("drawn", "problem"),
     [
-        (tensors(2), "given drew a Tensor"),
-        (torch.ones(2), "given is a Tensor"),
-        ([torch.ones(2)], "given is a list"),
-        ({0: torch.ones(2)}, "given is a dict"),
+        (tensors(2), "args drew a Tensor"),
+        (torch.ones(2), "args is a Tensor"),
+        ([torch.ones(2)], "args is a list"),
+        ({0: torch.ones(2)}, "args is a dict"),
     ],
     ids=["a strategy of one", "a tensor", "a list", "a dict without names"],
 )

@@ -121,7 +121,12 @@ class Outside:
         self._addresses = tuple(map(Tensor.data_ptr, self._tensors))
         names = _Names(set(map(id, with_mode_in_key)))
         names.read_all(fn)
-        names.note_tensors({storage_id(x) for x in external})
+        storages = {storage_id(x) for x in external}
+        names.read_modules(storages)
+        named = (names.entries, names.cells, names.of_classes)
+        self.named = tuple(value for bindings in named for value in bindings.values)
+        """What the names stood for at the capture."""
+        names.note_tensors(storages)
         gradients = _Bindings(attrgetter("grad"))
         for tensor in without_gradient:
             gradients.note(
@@ -151,11 +156,6 @@ class Outside:
         self._layouts = _layouts(self._tensors) if thorough else None
         self.holds = self._comparison()
         """Returns whether all is as it was at the capture; None: there is nothing to compare."""
-
-    @property
-    def named(self) -> tuple[Any, ...]:
-        """What the names stood for at the capture."""
-        return tuple(value for bindings in self._bindings for value in bindings.values)
 
     def _comparison(self) -> Callable[[], bool] | None:
         """A function that returns whether all is as it was at the capture; None if there is nothing
@@ -361,6 +361,23 @@ def _joined(*parts: str) -> str:
     return ".".join(filter(None, parts))
 
 
+@attrs.frozen(eq=False)
+class _Place:
+    """A place that holds a value.
+
+    Args:
+        kind: the places of its kind.
+        label: what it is called.
+        owner: what has it.
+        key: the key, index or name by which its owner has it.
+    """
+
+    kind: _Bindings
+    label: str
+    owner: Any
+    key: Any
+
+
 def _item(container: Any, index: int) -> Any:
     """What a list holds at an index; None past its end."""
     try:
@@ -398,9 +415,11 @@ class _Names:
         """The containers in which there is nothing, with their labels."""
         self.dicts: list[tuple[str, dict[str, Any]]] = []
         """The attributes of modules and objects, with the labels of these."""
-        self._tensors: list[tuple[_Bindings, str, Any, Any, Tensor]] = []
-        """The tensors in containers and among attributes: the kind of place, its label, what holds
-        it, its key there, and the tensor."""
+        # The tensors in containers and among attributes, each with the places on the way to it.
+        self._in_places: list[tuple[Tensor, tuple[_Place, ...]]] = []
+        # The places on the way to what is read now.
+        self._way: tuple[_Place, ...] = ()
+        self._noted = set[tuple[int, Any]]()
         self._modules: dict[str, nn.Module] = {}
         self._visited: set[int] = set()
         self._classes: dict[type, set[str]] = {}
@@ -538,14 +557,25 @@ class _Names:
         Args:
             places: the places of this kind; None: those that are not noted.
         """
+        before = self._way
+        if places is not None:
+            self._way = (*before, _Place(places, label, owner, key))
         is_function = _is_function(value)
-        if places is not None and isinstance(value, Tensor):
-            self._tensors.append((places, label, owner, key, value))
-        if is_function and places is not None:
-            places.note(label, owner, key)
+        if isinstance(value, Tensor):
+            self._in_places.append((value, self._way))
+        if is_function:
+            self._note_way(self._way)
         is_read = is_function and not isinstance(value, types.BuiltinFunctionType)
         if is_read or isinstance(value, _CONTAINERS):
             self.read(value, label)
+        self._way = before
+
+    def _note_way(self, way: Iterable["_Place"]) -> None:
+        """Note the places on the way to a value, each once."""
+        for place in way:
+            if (id(place.owner), place.key) not in self._noted:
+                self._noted.add((id(place.owner), place.key))
+                place.kind.note(place.label, place.owner, place.key)
 
     def _read_of_class(self, kind: type, name: str) -> None:
         """Note a function or a module that a class has for all of its objects, and that one of its
@@ -640,11 +670,14 @@ class _Names:
                 self._read_value(label, owner)
 
     def note_tensors(self, storages: Set[int]) -> None:
-        """Note those tensors in containers and among attributes, and those parameters and buffers
-        of modules, that lie in these storages; and the parameters and buffers that are None."""
-        for places, label, owner, key, tensor in self._tensors:
+        """Note those tensors in containers and among attributes that lie in these storages."""
+        for tensor, way in self._in_places:
             if innermost_storage_id(tensor) in storages:
-                places.note(label, owner, key)
+                self._note_way(way)
+
+    def read_modules(self, storages: Set[int]) -> None:
+        """Note those parameters and buffers of the modules that lie in these storages, or that are
+        None."""
         for label, module in self._modules.items():
             for path, part in module.named_modules():
                 for names in (part._parameters, part._buffers):

@@ -130,7 +130,7 @@ def _names_forgotten() -> Iterator[None]:
 def _note_no_elements(
     self: _Names, storages: Any, note: Callable[..., Any] = _Names.note_tensors
 ) -> None:
-    self._tensors.clear()
+    self._in_places.clear()
     note(self, storages)
 
 

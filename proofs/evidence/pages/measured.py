@@ -377,7 +377,7 @@ def call_rows() -> Iterator[tuple[str, ...]]:
     """The host's time for one call of a graphified function."""
     record = read("h200-graphify-overhead")
     took = {
-        (row["what"], row["given"], row["captures"], row["leaves"]): row["us"]
+        (row["what"], row.get("mode") or row["given"], row["captures"], row["leaves"]): row["us"]
         for row in record.data["rows"]
     }
 

@@ -203,60 +203,6 @@ def before(call):
             ),
         },
     ),
-    "tensors put in their places anew": Kind(
-        """
-from collections import OrderedDict, deque
-
-class Holder:
-    pass
-
-class Slotted:
-    __slots__ = ("weight",)
-
-class Module(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.ones(3, device=device)
-        self.all = [self.weight * 2]
-
-    def forward(self, x):
-        return x * self.weight + self.all[0]
-
-a_dict = OrderedDict(weight=torch.ones(3, device=device), all=[torch.ones(3, device=device)])
-a_list = [torch.ones(3, device=device), 1.0, {"weight": torch.ones(3, device=device)}]
-a_deque = deque([torch.ones(3, device=device)])
-module = Module()
-an_object = Holder()
-an_object.weight = torch.ones(3, device=device)
-an_object.inner = a_list
-slotted = Slotted()
-slotted.weight = torch.ones(3, device=device)
-
-def f(x):
-    x = module(x * a_dict["weight"] + a_list[0]) * an_object.weight
-    return x + slotted.weight - a_deque[0] * an_object.inner[2]["weight"]
-
-def before(call):
-    new = torch.full((3,), 5.0, device=device)
-    if call == $when:
-        $change
-""",
-        {
-            "when": ("1", "2"),
-            "change": (
-                "a_dict['weight'] = new",
-                "a_list[0] = new",
-                "a_list[2]['weight'] = new",
-                "a_deque[0] = new",
-                "a_deque.appendleft(new)",
-                "an_object.weight = new",
-                "slotted.weight = new",
-                "module.weight = new",
-                "module.all[0] = new",
-                "module.all = [new]",
-            ),
-        },
-    ),
     "attention of torch with a fast path": Kind(
         """
 torch.manual_seed(0)
@@ -487,5 +433,61 @@ def arguments(call):
         {"more": ("1", "batch"), "graphs": ("1", "2", "3"), "transport": ("Threads", "Local")},
         refused=True,
         options={"calls": 6},
+    ),
+    "tensors put in their places anew": Kind(
+        """
+from collections import OrderedDict, deque
+
+class Holder:
+    pass
+
+class Slotted:
+    __slots__ = ("weight",)
+
+class Module(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.ones(3, device=device)
+        self.all = [self.weight * 2]
+
+    def forward(self, x):
+        return x * self.weight + self.all[0]
+
+a_dict = OrderedDict(weight=torch.ones(3, device=device), all=[torch.ones(3, device=device)])
+a_list = [torch.ones(3, device=device), 1.0, {"weight": torch.ones(3, device=device)}]
+a_deque = deque([torch.ones(3, device=device)])
+module = Module()
+an_object = Holder()
+an_object.weight = torch.ones(3, device=device)
+an_object.inner = a_list
+slotted = Slotted()
+slotted.weight = torch.ones(3, device=device)
+
+def f(x):
+    x = module(x * a_dict["weight"] + a_list[0]) * an_object.weight - a_dict["all"][0]
+    return x + slotted.weight - a_deque[0] * an_object.inner[2]["weight"]
+
+def before(call):
+    new = torch.full((3,), 5.0, device=device)
+    if call == $when:
+        $change
+""",
+        {
+            "when": ("1", "2"),
+            "change": (
+                "a_dict['weight'] = new",
+                "a_list[0] = new",
+                "a_dict['all'] = [new]",
+                "a_list[2] = {'weight': new}",
+                "a_list[2]['weight'] = new",
+                "a_deque[0] = new",
+                "a_deque.appendleft(new)",
+                "an_object.weight = new",
+                "slotted.weight = new",
+                "module.weight = new",
+                "module.all[0] = new",
+                "module.all = [new]",
+            ),
+        },
     ),
 }

@@ -36,7 +36,7 @@ def draw(number):
 
 
 def part(group):
-    own = group.group.own
+    own = group.group.own_rank
     for number in range(24):
         effect, every, whole, pauses = draw(number)
         x = every[own]
@@ -64,7 +64,7 @@ x = torch.arange(float(count))
 
 def part(group):
     assert torch.equal(group.perform(effect, x), 2 * x)
-    if group.group.own == 0:  # and rank 1 takes no part
+    if group.group.own_rank == 0:  # and rank 1 takes no part
         before = group.group.counts.clone()
         threading.Timer(0.3, group.group.abort.fill_, [1]).start()
         group.perform(effect, x)

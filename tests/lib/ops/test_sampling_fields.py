@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import Phase, given, settings, strategies as st
+from hypothesis import Phase, given, seed, settings, strategies as st
 from interpreting import interpret
 from sample_cases import Case, make_case, random_logits
 from test_sample_rows_triton import assert_same_draws
@@ -20,6 +20,7 @@ from weft.trees import tree_leaves
 
 VOCAB = 48
 REQUESTS = 12
+DRAWS = 0
 _INTERPRETED = """
 import sys, torch
 from weft.ops.sampling.sample_rows_triton import draw_rows
@@ -60,18 +61,18 @@ def requests(name: str) -> tuple[list[SamplingParams], list[SamplingParams]]:
     changed: list[SamplingParams] = []
     plain: list[SamplingParams] = []
 
+    @seed(DRAWS)
     @given(values_of(name), st.integers(0, 2**20))  # a seed, since a value is drawn once
     @settings(
         max_examples=REQUESTS,
-        derandomize=True,
         database=None,
         phases=[Phase.generate],
         deadline=None,
     )
-    def collect(value: Any, seed: int) -> None:
+    def collect(value: Any, noise: int) -> None:
         # So many draws are greedy that a change of the likeliest token shows, and so many are not
         # that a filter does.
-        fields: dict[str, Any] = {"temperature": 1.5 if len(changed) % 3 else 0.0, "seed": seed}
+        fields: dict[str, Any] = {"temperature": 1.5 if len(changed) % 3 else 0.0, "seed": noise}
         if name in ("temperature", "seed", "top_k", "top_p", "min_p"):
             fields["temperature"] = 1.5
         if name == "min_tokens":
@@ -90,8 +91,8 @@ def cases(name: str) -> tuple[Case, Case]:
     """The requests with the field and without it, over the first random logits by which two of
     their draws differ."""
     changed, plain = requests(name)
-    for seed in range(200):
-        logits = random_logits(len(changed), VOCAB, seed, width=0.7)
+    for trial in range(200):
+        logits = random_logits(len(changed), VOCAB, trial, width=0.7)
         both = make_case(changed, logits, 3), make_case(plain, logits, 3)
         if int((both[0].drawn()[0] != both[1].drawn()[0]).sum()) >= 2:
             return both

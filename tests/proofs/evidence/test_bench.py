@@ -31,7 +31,7 @@ def test_graphify_overhead(
     )
     graphify_overhead.main()
     report = json.loads((tmp_path / "graphify_overhead.json").read_text())
-    cases = {(row["what"], row["given"], row["captures"]) for row in report["rows"]}
+    cases = {(row["what"], row["mode"], row["captures"]) for row in report["rows"]}
     for argument_mode in ("reference, borrowed", "fresh, borrowed", "fresh, safe"):
         assert {
             ("graphify", argument_mode, 1),

@@ -256,7 +256,7 @@ def test_what_autograd_would_follow_in_the_trace_alone_is_refused(f: Any, op: st
     )
     with refused(
         DerivativeError,
-        "weft.shard(own, ...)",
+        "weft.shard(wrapped, ...)",
         problem,
         "value.detach(); or the whole call in torch.no_grad()",
     ):
