@@ -63,12 +63,13 @@ def graphify(
     it has `enable_nested_tensor=False`.
 
     What the function reads from outside its arguments is compared at each call as far as that is
-    cheap: tensors that were given other memory, parameters of modules that were replaced, globals
-    and nonlocals that name another object, and functions and modules that were replaced among the
-    attributes of an object, in a dict, or in a list of nothing else lead to a new capture. Another
-    change inside an object (a number, a tensor in a list) is not seen, because Python code runs at
-    the capture only; `verify` finds it. One that the recorded run itself makes in a module or in a
-    plain object that the function names, however deep, such as a counter, is refused by its path.
+    cheap. These lead to a new capture: tensors that were given other memory; parameters of modules
+    that were replaced; modules that ask for their mode and have switched it; globals and nonlocals
+    that name another object; and functions, modules and tensors that were replaced in a list, in a
+    dict or among the attributes of an object. Another change inside an object (a number, another
+    object) is not seen, because Python code runs at the capture only; `verify` finds it. One that
+    the recorded run itself makes in a module or in a plain object that the function names, however
+    deep, such as a counter, is refused by its path.
 
     `torch.cuda.is_current_stream_capturing()` is True during every capture, even without a GPU. So
     code that skips host reads inside CUDA graphs skips them in captures on a CPU too.
