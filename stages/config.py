@@ -1,8 +1,8 @@
 """`ModelConfig`: the configuration of a decoder, read from a checkpoint's config.json.
 
-Weft uses a field, or knows that its value changes nothing, or raises an error because it asks for
-something that weft does not do. Fields that weft does not know are listed in one warning; reading
-the file strictly makes that an error.
+Weft uses each field that it knows, or ignores it if its value changes nothing, or raises an error
+if it asks for something that weft does not support. Unknown fields are listed in one warning; in
+strict mode, they are an error.
 """
 
 import difflib
@@ -37,8 +37,8 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
-# The most feed-forward blocks of a model, each expert counted; the largest released models have
-# some 23,000.
+# The most feed-forward blocks of a model, counting each expert. The largest released models have
+# about 23,000.
 _MOST_BLOCKS = 2**16
 # The values that each key of `quantization_config` may have.
 _FP8_ONLY: Mapping[str, tuple[Any, ...]] = {
@@ -72,10 +72,11 @@ class MoeConfig:
         renormalize: whether the weights of the chosen experts are divided by their sum.
         sparse_step: layer i has experts if `(i + 1) % sparse_step == 0` and it is not in
             `dense_layers`.
-        dense_layers: layers that have one feed-forward block of `intermediate_size` all the same.
-        sharing: what ranks that share a layer have of its experts: `columns`, a part of the inner
-            columns of each; `whole`, as many whole experts each; None: columns where these can be
-            cut, else whole experts.
+        dense_layers: layers that have one feed-forward block of `intermediate_size` instead, even
+            if `sparse_step` selects them.
+        sharing: how ranks that share a layer divide its experts: `columns`, a part of the inner
+            columns of every expert; `whole`, an equal number of whole experts; None: columns if
+            these can be cut, otherwise whole experts.
         num_local_experts: the whole experts in one rank's share of a sparse layer; None: all of
             them.
 
@@ -117,9 +118,9 @@ class Fp8Config:
     columns of a token at a time.
 
     Args:
-        skipped: the modules that are not quantised. Each is a regular expression that matches a
-            module's name from its start to the end of a part of it, or the end of its name, as in
-            transformers.
+        skipped: the modules that are not quantised. Each is a regular expression; as in
+            transformers, it matches a prefix of a module's name that ends at a dot, or the end of
+            the name.
     """
 
     skipped: tuple[str, ...] = ()
@@ -138,10 +139,11 @@ class Fp8Config:
         )
 
 
-@functools.lru_cache(
-    maxsize=16
-)  # a checkpoint may name hundreds, and have tens of thousands of modules
+# Cached, as a checkpoint may name hundreds of expressions, and each of its tens of thousands of
+# modules is matched.
+@functools.lru_cache(maxsize=16)
 def _skipping(names: tuple[str, ...]) -> tuple[Expression, ...]:
+    # The literal names become one alternation, so that a module is matched once for all of them.
     boundary = r"(?:(?<=\.)|(?=\.|$)).*"
     plain = "|".join(name for name in names if is_plain(name))
     patterns = (name for name in names if not is_plain(name))
@@ -172,8 +174,8 @@ class ModelConfig:
         moe: the mixture of experts; None: every layer has one feed-forward block of
             `intermediate_size`.
         fp8: which linear layers are stored in FP8; None: no layer is.
-        windows: for each layer, how many of the last positions its attention sees, 0: all; empty:
-            all layers see all.
+        windows: for each layer, the number of last positions that its attention sees; 0: all.
+            Empty: every layer sees all positions.
 
     Raises:
         ConfigError: sizes that do not fit together.
@@ -261,8 +263,7 @@ def parse_config(raw: Mapping[str, Any], *, source: str, strict: bool = False) -
     Args:
         raw: the object, as transformers 4 or 5 writes it.
         source: the name of the object in errors.
-        strict: whether fields that weft does not know are an error, instead of one `ConfigWarning`
-            that lists them.
+        strict: raise an error for unknown fields, instead of listing them in one `ConfigWarning`.
 
     Raises:
         ConfigError: a field that weft does not support, named with its value; a value of the wrong
@@ -301,13 +302,15 @@ def find_file(
     """The first of these files that a folder has.
 
     Args:
-        instead: what to do where it has none of them.
-        other_formats: patterns of files in other formats, and what to do where it has one of those.
+        instead: the remedy, if the folder has none of them.
+        other_formats: a dict from a pattern of files in another format to the remedy, if the folder
+            has such a file instead.
 
     Raises:
         CheckpointNotFoundError: it has none, or it is not a folder.
     """
-    # Unlike Path's methods, these say False also of a name that no file can have.
+    # `os.path` rather than Path's methods: it returns False for a name that no file can have, such
+    # as one that is too long, where those may raise.
     if path := next((folder / name for name in names if os.path.isfile(folder / name)), None):
         return path
     problem = f"{str(folder)!r:.300} has no {' and no '.join(names)}"
@@ -333,7 +336,7 @@ def find_file(
 
 
 def parse_fields(fields: Fields, strict: bool) -> ModelConfig:
-    """As `parse_config`, with the fields of any source."""
+    """Like `parse_config`, for the fields of any source."""
     architecture = architecture_of(fields)
     spec = ARCHITECTURES[architecture]
     fields = decoder_fields(fields, architecture)
@@ -393,7 +396,7 @@ def _biases(fields: Fields, spec: Architecture) -> dict[str, Any]:
 
 
 def _parse_moe(fields: Fields) -> MoeConfig:
-    """The experts; missing fields have the defaults of transformers' Qwen3Moe (5.23)."""
+    """The mixture of experts; missing fields have the defaults of transformers' Qwen3Moe (5.23)."""
     numbers = {
         name: fields.raw[name]
         for name in ("num_experts", "num_local_experts")
@@ -413,7 +416,7 @@ def _parse_moe(fields: Fields) -> MoeConfig:
 
 
 def _parse_fp8(fields: Fields) -> Fp8Config | None:
-    """The FP8 format of `quantization_config`; None where no linear layer is quantised."""
+    """The FP8 format in `quantization_config`; None if there is no such field."""
     block = fields.nested("quantization_config")
     if block is None:
         return None

@@ -86,33 +86,33 @@ def decoder_stage(
     """The stage that owns `layout.layers` of the model.
 
     Args:
-        config: the whole model's.
-        layout: the layers; the first stage also embeds, the last also normalises, projects to the
-            vocabulary and samples.
+        config: the whole model's configuration.
+        layout: the stage's layers. The first stage also embeds; the last also normalises, projects
+            to the vocabulary and samples.
         keep_logits: also return the logits [num_reqs, vocab_size] (float32, large).
         num_logprobs: also return the logprobs of this many of the likeliest tokens; 0: only the
             chosen token's.
-        num_drafts: the most drafts of a request in a batch (`weft.stages.drafters.drafting`); if
-            not 0, the state has a `drafting`, and every step verifies.
-        attention, attend, feed_forward, norm, logits, layers: functions of your own, as in
+        num_drafts: the most drafts of a request in a batch (`weft.stages.drafters.drafting`). If
+            not 0, the state must have `drafting`, and every step verifies.
+        attention, attend, feed_forward, norm, logits, layers: custom functions, as in
             `StageFunctions`.
-        captures, carries: the values that they capture of a token, and carry to the next, as in
-            `StageFunctions`.
-        beside: other models, which the last stage lets read the same tokens (`readers_beside`).
-        token_extras: the default values of inputs that tokens have of their own, on the stage's
-            device.
+        captures, carries: the values that they capture per token, and carry from token to token, as
+            in `StageFunctions`.
+        beside: other models that read the same tokens (`readers_beside`); the last stage runs them.
+        token_extras: the default values of per-token inputs, on the stage's device.
         batch_invariant: whether the stage runs in `weft.batch_invariant()`.
-        reduction_leaves: of each sum that ranks may share, as in `StageFunctions`.
-        sown_names: shared by the stages of a split that run in this process, which find in it what
-            none of them captures, and what two of them carry; None: this stage knows its own alone.
-        ranks: those that share the layers; the configuration, the parameters and the keys and
-            values are then this rank's (`weft.stages.shares`), and the stage runs in a function
-            that `weft.shard` runs.
-        device: of the parameters; RoPE's frequencies, which follow from the configuration, are made
-            there.
+        reduction_leaves: the number of leaves of each sum that ranks may share, as in
+            `StageFunctions`.
+        sown_names: one object for all stages of a split in this process. It detects names that no
+            stage captures, and names that two layers carry. None: this stage checks only its own.
+        ranks: the ranks that share the layers. The configuration, the parameters and the KV pages
+            are then this rank's share (`weft.stages.shares`), and the stage must run within
+            `weft.shard`.
+        device: the device of the parameters. RoPE's frequencies are computed from the configuration
+            and put there.
 
     Returns:
-        A pure function that takes the storage of its state.
+        A pure function that donates its state.
 
     Raises:
         ProgramError: one of the functions is not a function, or the model has no such layer.
@@ -190,7 +190,7 @@ def decoder_stage(
                 where = None
             beside_logits = dict[str, LogitsAt]()
             if beside is not None:
-                # With the drafts
+                # On a later stage the drafts came with `x`, and `resolved` still has sentinels.
                 input_ids = torch.where(batch.input_ids < 0, resolved.input_ids, batch.input_ids)
                 state, beside_logits = beside(state, attrs.evolve(resolved, input_ids=input_ids))
             result = (
@@ -206,7 +206,8 @@ def decoder_stage(
                 int(is_cut),
             )
             out = finish(config, params, state.sampling, batch, *result)
-            names.add(layout.index, sown)  # after a call from `logits`, which is another mistake
+            # After `finish`, so that a call of `sow` from `logits` raises its own, clearer error.
+            names.add(layout.index, sown)
             if captured:
                 out = attrs.evolve(out, captured=captured)
             return state, out if where is None else verify(state, batch, where, out)
@@ -220,14 +221,15 @@ def decoder_stage(
 def norm(
     weight: Tensor, eps: float, added: Tensor | None, hidden: Tensor, *, quantized: bool
 ) -> tuple[Normed, Tensor]:
-    """Add the last block's result, if there was one, and normalise.
+    """Add the result of the block before, if there is one, to the hidden states, and normalise.
 
     Args:
-        added: [num_tokens, hidden_size], or parts of it (`weft.ops.products.parts`).
+        added: [num_tokens, hidden_size], or parts of it (`weft.ops.products.parts`); None before
+            the first block.
         hidden: [num_tokens, hidden_size].
 
     Returns:
-        The normalised sum, and the sum.
+        The normalised sum, and the sum itself.
     """
     if added is None:
         if quantized:
@@ -264,16 +266,17 @@ def attention(
     attend: Attend | None = None,
     leaves: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Grouped-query attention of one layer over the pages of each request, causal; writes this
+    """Causal grouped-query attention of one layer over the pages of each request; writes this
     step's keys and values.
 
     Args:
         kv_pages: [2, num_pages, page_size, num_kv_heads, head_dim].
         tables: cosines and sines, each [num_tokens, head_dim / 2].
         x: [num_tokens, hidden_size], normalised.
-        attend: in the place of `weft.stages.attend`, with its arguments and result; None: that, or
-            what is equal to it.
-        leaves: into which the sum over heads is cut (`weft.ops.products.leaves`); 0: it is not.
+        attend: a replacement of `weft.stages.attend` with the same signature; None:
+            `weft.stages.attend`, or an equivalent kernel.
+        leaves: the number of leaves into which the sum over heads is cut
+            (`weft.ops.products.leaves`); 0: it is not cut.
 
     Returns:
         [num_tokens, hidden_size], or parts of it, or the leaves; and the pages, as
@@ -297,6 +300,8 @@ def attention(
         (keys, values),
     )
     adapts = layer.lora.o is not None and batch.adapters is not None
+    # One kernel for attention and the quantisation of its result, if a head is exactly one block of
+    # a scale. An adapter reads the result unquantised.
     if attend is None and layer.o_scale is not None and dim == BLOCK and not adapts:
         fp8 = paged_attention_quantized(
             q, None, None, kv_pages, *context.arguments(config, layer, q, batch)
@@ -314,8 +319,8 @@ def attention(
 def adapted(
     y: Tensor, x: Tensor, lora: LoraWeights | None, batch: ResolvedBatch, leaves: int = 0
 ) -> Tensor:
-    """Add each token's adapter to the product `y`, `[T, out]` or parts or leaves of it, of `x` `[T,
-    in]`; `y` itself if neither the layer nor the batch has adapters."""
+    """Add each token's adapter to the product `y` of `x` `[T, in]`; `y` is `[T, out]`, or parts or
+    leaves of it. Returns `y` itself if the layer or the batch has no adapters."""
     if lora is None or batch.adapters is None or batch.active_adapters is None:
         return y
     return add_lora(
@@ -327,12 +332,12 @@ def feed_forward(
     config: ModelConfig, layer: LayerParams, batch: ResolvedBatch, x: Normed, *, leaves: int = 0
 ) -> Tensor:
     """The gated block, `down(silu(gate(x)) * up(x))`, or the experts that the router chooses, each
-    such a block.
+    of which is such a block.
 
     Args:
         x: [num_tokens, hidden_size], normalised.
-        leaves: into which the sum over inner columns is cut (`weft.ops.products.leaves`); 0: it is
-            not.
+        leaves: the number of leaves into which the sum over inner columns is cut
+            (`weft.ops.products.leaves`); 0: it is not cut.
 
     Returns:
         [num_tokens, hidden_size], or parts of it; or the leaves, each of as many parts.
@@ -383,5 +388,5 @@ def feed_forward(
     )
 
 
-# The decoder's own.
+# The decoder's own functions.
 BLOCKS = Blocks(norm, attention, feed_forward)

@@ -1,13 +1,13 @@
-"""The head: the last stage's logits, the tokens drawn from them, their logprobs, and the drafts
-that they prove right.
+"""The head: the last stage's logits, the tokens sampled from them, their logprobs, and the
+verification of drafts.
 
 A step over `[last token, d_1 … d_k]` samples `t_0 … t_k`, each with the noise that a decode step
-draws at its position: the sampler's noise is a function of the request's seed and of that position
-alone. So `t_0` is the request's next token; and as long as `d_i` equals the token that was sampled
-in its place, `t_{i-1}`, the token `t_i` follows. The tokens are those of decoding one by one, drawn
-or greedy, whatever the drafts (Daliri et al., 2024, "Coupling without communication and
-drafter-invariant speculative decoding", arXiv 2408.07978). A rejection sampler (Leviathan et al.,
-2023, arXiv 2211.17192) keeps only their distribution.
+would draw at its position: the sampler's noise depends only on the request's seed and on the
+position. So `t_0` is the request's next token, and `t_i` is the one after it as long as each draft
+`d_i` equals the token sampled in its place, `t_{i-1}`. Sampled or greedy, the tokens are therefore
+those of decoding one by one, whatever the drafts (Daliri et al., 2024, "Coupling without
+communication and drafter-invariant speculative decoding", arXiv 2408.07978). A rejection sampler
+(Leviathan et al., 2023, arXiv 2211.17192) preserves only their distribution.
 """
 
 import functools
@@ -39,22 +39,22 @@ from weft.stages.shares import SharedRows, TensorRanks
 from weft.state import State
 
 NO_CAPTURES: Mapping[str, Any] = MappingProxyType({})
-# Only the logits of this many tokens of a prompt are in memory at a time: they are float32, and
-# vocab_size wide.
+# The logits of at most this many tokens of a prompt are in memory at a time: each is vocab_size
+# wide, in float32.
 _TOKENS_AT_ONCE = 256
 
 
 def head(config: ModelConfig, params: DecoderParams, hidden: Tensor, leaves: int = 0) -> Tensor:
-    """The logits [n, vocab_size] of hidden states [n, hidden_size] of the last layer; or those of a
-    rank's share of the head, [n, columns]. Last stage only."""
+    """The logits [n, vocab_size] of the last layer's hidden states [n, hidden_size]; with a rank's
+    share of the head, [n, columns]. Last stage only."""
     assert params.norm is not None, "only the last stage's parameters hold the norm and the head"
     assert params.head is not None
     return project(rms_norm(hidden, params.norm, config.rms_norm_eps), params.head, leaves)
 
 
 def project(normed: Tensor, lm_head: Tensor, leaves: int = 0) -> Tensor:
-    """`head` of hidden states [n, hidden_size] that are normalised. Of 1 leaf they are the same
-    bits for any share."""
+    """Like `head`, for normalised hidden states [n, hidden_size]. With 1 leaf, the bits are the
+    same for any share of the head."""
     return sum_parts(linear(normed, lm_head, None, leaves), normed.dtype)
 
 
@@ -76,7 +76,8 @@ def finish(
 ) -> Output:
     """The last stage's output, from the last layer's hidden states [num_tokens, hidden_size].
 
-    Each request gets a token after its last one, or after each of those at `where` [num_reqs, n].
+    Each request gets a token after its last one, or after each of the tokens at `where` [num_reqs,
+    n].
     """
     index, rows = (
         (resolved.last_index, batch.rows) if where is None else _of_tokens(batch.rows, where)
@@ -124,8 +125,7 @@ Read = Callable[[], Tensor]
 
 
 class Extras(Mapping[str, Tensor]):
-    """The inputs by name of a function on logits, each [n, ...]. One that the function does not
-    read is not computed.
+    """The named inputs of a function on logits, each [n, ...], computed when first read.
 
     Args:
         reads: for each name, a function that computes its value.
@@ -148,13 +148,13 @@ class Extras(Mapping[str, Tensor]):
 
 
 def changed_logits(change: ChangeLogits, logits: Tensor, rows: Tensor, extras: Extras) -> Tensor:
-    """The logits as a function of one's own changes them.
+    """The logits after a custom function on logits.
 
     Args:
         logits: [n, vocab_size].
         rows: [n] int64, the row of the state that each belongs to.
-        extras: [n, ...] by name, those of its request, the values that the layers captured of its
-            token, and the logits that other models give it.
+        extras: [n, ...] by name: the extras of its request, the values that the layers captured of
+            its token, and the logits that other models give its token.
 
     Raises:
         ProgramError: the function returns something else than logits of that shape.
@@ -178,7 +178,7 @@ def changed_logits(change: ChangeLogits, logits: Tensor, rows: Tensor, extras: E
 def extras_of(
     batch: ResolvedBatch, spread: Callable[[Tensor], Tensor] = lambda x: x
 ) -> dict[str, Read]:
-    """By name, the extras of a batch's requests, spread over the logits."""
+    """The extras of a batch's requests by name, expanded to one row for each row of logits."""
     return {name: functools.partial(spread, extra.values) for name, extra in batch.extras.items()}
 
 
@@ -202,7 +202,7 @@ def _changed_prompt(
 def _at(
     captured: Mapping[str, PerToken], beside: Mapping[str, LogitsAt], tokens: Tensor | slice
 ) -> dict[str, Read]:
-    """By name, the captures of some tokens, and the logits that other models give them."""
+    """The captures of some tokens, and the logits that other models give them, by name."""
     captures = {
         name: functools.partial(Tensor.__getitem__, value.values, tokens)
         for name, value in captured.items()
@@ -224,8 +224,8 @@ def top_logprobs(
     """The likeliest tokens [num_reqs, count] int64, likeliest first, and their logprobs, float32;
     and the ranks of the chosen tokens [num_reqs] int64.
 
-    They follow from the chosen tokens' logprobs, which hold the logarithm of the sum; so the logits
-    are not summed again. Batch invariant, they are those of `prompt_logprobs`.
+    The logarithm of the softmax's sum is taken from the chosen tokens' logprobs, so the logits are
+    not summed again. In a batch-invariant model, the logprobs are computed as in `prompt_logprobs`.
 
     Args:
         logits: [num_reqs, vocab_size].
@@ -242,17 +242,18 @@ def top_logprobs(
 
 
 def _likeliest(logits: Tensor, count: int) -> Tensor:
-    """The likeliest tokens [n, count] int64, likeliest first. Batch invariant, the smaller of two
-    that tie is first; otherwise their order may depend on the count, which is the most that a
-    request of the engine may ask for."""
+    """The likeliest tokens [n, count] int64, likeliest first. In a batch-invariant model, the
+    smaller of two tied tokens is first; otherwise the order of ties may depend on `count`, which is
+    the most that a request of the engine may ask for."""
+    # `topk` does not order ties; a stable sort of the whole row does, and is slower.
     if is_batch_invariant() and count:
         return logits.sort(dim=-1, descending=True, stable=True).indices[:, :count]
     return logits.topk(count, -1).indices
 
 
 def ranks_of(chosen: Tensor, logits: Tensor) -> Tensor:
-    """The ranks [n] int64 of tokens whose logits are `chosen` [n, 1] among those of all tokens [n,
-    vocab_size]: 1 + the number of those that are greater, so that tokens that tie share a rank."""
+    """The ranks [n] int64 of tokens with the logits `chosen` [n, 1] among all tokens [n,
+    vocab_size]: 1 + the number of greater logits, so that tied tokens share a rank."""
     return (logits > chosen).sum(-1) + 1
 
 
@@ -265,14 +266,14 @@ def prompt_logprobs(
     ranks: TensorRanks | None = None,
     leaves: int = 0,
 ) -> tuple[Tensor, ...]:
-    """The logprobs [num_tokens] of `targets`, each the token after its position, and of the `count`
-    likeliest there.
+    """The logprobs [num_tokens] of `targets`, each of which is the token after its position, and of
+    the `count` likeliest tokens there.
 
     Args:
         normed: [num_tokens, hidden_size], the last layer's hidden states, normalised.
         lm_head: [vocab_size, hidden_size], or a rank's share of its rows.
         targets: [num_tokens] int64.
-        changed: `(logits, start)`: a change of the logits of the tokens from `start` on.
+        changed: `(logits, start) -> logits`: changes the logits of the tokens from `start` on.
         ranks, leaves: as `project` takes them.
 
     Returns:
@@ -298,11 +299,12 @@ def prompt_logprobs(
 
 
 def read_at(batch: Batch, num_drafts: int) -> Tensor:
-    """The tokens of a batch after which the step samples, [num_reqs, n] int64: all of a request
-    that goes on, and the last of a request that reads its prompt; the last token fills the row.
+    """The tokens of a batch after which the step samples, [num_reqs, n] int64: every token of a
+    request that is decoding, and the last token of one that reads its prompt. A row with fewer than
+    n tokens is filled with its last.
 
-    In a uniform class n is its query length. With a `token_mask` n is 1 and drafts are ignored: the
-    tokens that a grammar allows after a draft depend on the draft, which only the device knows.
+    In a uniform class, n is its query length. With a `token_mask`, n is 1 and drafts are ignored:
+    the tokens that a grammar allows after a draft depend on the draft, which only the device knows.
 
     Args:
         num_drafts: the most drafts of a request.
@@ -318,7 +320,7 @@ def read_at(batch: Batch, num_drafts: int) -> Tensor:
 
 
 def check_drafting(state: State, num_drafts: int) -> None:
-    """Raise RequestError for a stage that verifies drafts, and a state without `drafting`."""
+    """Raise RequestError if the stage verifies drafts and the state has no `drafting`."""
     if num_drafts and state.drafting is None:
         problem = "a state without `drafting`"
         instead = "attrs.evolve(state, drafting=weft.state.Drafting.zeros(...))"
@@ -326,7 +328,7 @@ def check_drafting(state: State, num_drafts: int) -> None:
 
 
 def verify(state: State, batch: Batch, where: Tensor, out: Output) -> Output:
-    """The output with the number of its tokens that each request keeps.
+    """The output, with the number of tokens that each request keeps.
 
     Args:
         state: the state before the step.
@@ -335,6 +337,7 @@ def verify(state: State, batch: Batch, where: Tensor, out: Output) -> Output:
         out: the output, with one sampled token for each of these tokens.
     """
     assert state.drafting is not None, "a stage that verifies has a state with drafting"
+    # `read_at` fills a row with its last token; such repeats are not drafts.
     again = where[:, 1:] == where[:, :-1]
     drafts = torch.where(again, DRAFT, batch.input_ids[where[:, 1:]])
     has_all = state.positions[batch.rows] >= state.drafting.limits[batch.rows] - 1

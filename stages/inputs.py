@@ -1,4 +1,4 @@
-"""The inputs of a decoder's stage: a call of it checked, its batch resolved, and the embeddings of
+"""The inputs of a decoder's stage: the checks of a call, the resolved batch, and the embeddings of
 its tokens."""
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from weft.stages.params import DecoderParams, head_fault
 from weft.stages.shares import TensorRanks
 from weft.state import State, resolve
 
-# The instead of an error about places for drafts.
+# The remedy in errors about places for drafts.
 NO_DRAFTS = "query_len=1, as in weft.Batch.decode(rows); weft.Engine(model, speculation=...) drafts"
 
 
@@ -31,8 +31,8 @@ def check_call(
     has_mrope: bool,
     is_tied: bool,
 ) -> None:
-    """Raise ProgramError for the parameters of another stage, and for a later stage without `x`;
-    DescriptorError for a batch of another stage, or with positions that the model does not have."""
+    """Raise ProgramError for the parameters of another stage, or for a later stage without `x`;
+    DescriptorError for a batch of another stage, or for positions in a model without mRoPE."""
     kind: type[WeftError] = ProgramError
     owned = params.embed_tokens is not None, params.norm is not None, len(params.layers)
     if owned != (layout.first, layout.last, len(layout.layers)):
@@ -55,7 +55,7 @@ def check_call(
 
 
 def check_drafts(name: str, descriptor: BatchDescriptor) -> None:
-    """Raise DescriptorError for a batch with places for drafts: nothing drafts."""
+    """Raise DescriptorError for a batch with places for drafts, in a stage without a drafter."""
     if (descriptor.query_len or 1) > 1:
         problem = (
             f"a batch of query_len={descriptor.query_len}, with places for drafts, where nothing"
@@ -67,8 +67,8 @@ def check_drafts(name: str, descriptor: BatchDescriptor) -> None:
 def resolve_inputs(
     name: str, defaults: Mapping[str, Tensor], state: State, batch: Batch
 ) -> ResolvedBatch:
-    """As `resolve`, with the inputs that tokens have of their own, and a note on an error about
-    indices, which nothing checks on the host."""
+    """Like `resolve`, with the per-token inputs. Indices are not checked on the host, so an
+    IndexError gets a note that says what to look for."""
     try:
         resolved = resolve(state, batch)
     except IndexError as error:
@@ -85,7 +85,7 @@ def resolve_inputs(
 
 
 def _token_extras(name: str, defaults: Mapping[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-    """The inputs [num_tokens, ...] that each token of the batch has of its own."""
+    """The per-token inputs [num_tokens, ...] of the batch, by name."""
     if unknown := batch.token_extras.keys() - defaults.keys():
         instead = f"the names that the stages declare: {', '.join(map(repr, defaults))}"
         raise DescriptorError(
@@ -105,11 +105,12 @@ def embed(
     inputs_embeds: Tensor | None,
     ranks: TensorRanks | None = None,
 ) -> Tensor:
-    """The embeddings [num_tokens, hidden_size] of the batch's tokens, with those that are
-    `inputs_embeds` in their places. First stage only."""
+    """The embeddings [num_tokens, hidden_size] of the batch's tokens; where a token has no id,
+    taken from `inputs_embeds`. First stage only."""
     assert params.embed_tokens is not None, "only the first stage's parameters hold the embedding"
     look_up = F.embedding if ranks is None else ranks.embed
     if inputs_embeds is None:
         return look_up(batch.input_ids, params.embed_tokens)
+    # EMBEDDED is negative: clamped to a valid row, whose embedding `where` discards.
     token_embeds = look_up(batch.input_ids.clamp(min=0), params.embed_tokens)
     return torch.where((batch.input_ids == EMBEDDED)[:, None], inputs_embeds, token_embeds)

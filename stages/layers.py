@@ -1,9 +1,9 @@
 """The layers of a stage, one after the other. A layer is a norm and attention, a norm and a
 feed-forward block.
 
-The result of a block is not added to the hidden states at once: the next norm adds it, and the last
-one is added after the last layer. The blocks are those of a model (`Blocks`), or functions of one's
-own in their place.
+The result of a block is not added to the hidden states at once: the next norm adds it, in the same
+kernel. The last one is added after the last layer. Custom functions may replace the model's blocks
+(`Blocks`).
 """
 
 import functools
@@ -35,11 +35,12 @@ from weft.trees import tree_flatten
 class Blocks:
     """The functions of a model's layers, with the signatures of those in `weft.stages.decoder`.
 
-    What `attention` and `feed_forward` return is added to the hidden states. Biases apart, the
-    first is a sum over heads, and the second over inner columns, or experts: with the parameters of
-    a part of these, it is a part of the sum, which `ranks` complete. That holds for functions of
-    one's own, too: of experts, a rank may have some alone. With `reduction_leaves` it is cut into
-    leaves (`weft.ops.products.leaves`), of which each rank has as many.
+    The results of `attention` and `feed_forward` are added to the hidden states. Apart from biases,
+    the first is a sum over heads, and the second a sum over inner columns or experts. A rank with
+    the parameters of some of these computes a partial sum, which `ranks` complete. Custom functions
+    must have this property, too: a rank may hold only some of the experts. With `reduction_leaves`,
+    each sum is cut into leaves (`weft.ops.products.leaves`), of which every rank has the same
+    number.
     """
 
     norm: Callable[..., tuple[Normed, Tensor]]
@@ -50,14 +51,14 @@ class Blocks:
 
     @property
     def leaves(self) -> int:
-        """The leaves of this rank's blocks; 0: they are not cut."""
+        """The number of leaves in this rank's part of each sum; 0: sums are not cut."""
         if self.reduction_leaves == 1:
             return 0
         return self.reduction_leaves // (1 if self.ranks is None else axis_size(self.ranks.axis))
 
     def total(self, added: Tensor, hidden: Tensor) -> Tensor:
-        """The sum over the ranks of a block's result, which is added to the hidden states; of
-        leaves in float32."""
+        """The sum over the ranks of a block's result, which is added to the hidden states; leaves
+        are added in float32."""
         if not self.leaves and self.ranks is None:
             return added
         if self.leaves:
@@ -84,14 +85,14 @@ def run_layers(
     functions: StageFunctions = OWN,
     start: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """The stage's layers, one after the other; `kv_pages[i]` is written for layer i of the stage.
+    """Run the stage's layers one after the other; layer i of the stage writes `kv_pages[i]`.
 
     Args:
-        blocks: those of the model.
+        blocks: the model's own functions.
         kv_pages: [layers of the stage, 2, num_pages, page_size, num_kv_heads, head_dim].
         tables: the rotary cosines and sines, each [num_tokens, head_dim / 2].
         hidden: [num_tokens, hidden_size].
-        functions: those of one's own.
+        functions: the custom functions.
         start: the index of the stage's first layer in the model.
 
     Returns:
@@ -136,11 +137,14 @@ def run_layers(
 def _layers_to_run(
     config: ModelConfig, blocks: Blocks, functions: StageFunctions, layers: Sequence[LayerParams]
 ) -> Sequence[LayerParams]:
-    """All layers; while kernels are only asked for, the first two if all are alike, since the
-    others ask for those of the second. The first one's norm is another kernel: there is no result
-    of a layer before it to add. Functions of one's own may differ by layer, and collectives wait
-    for other ranks, which may have other layers. Tensors of torch.func have no address, by which
-    kernels may differ."""
+    """All layers; or, while a run only finds out which kernels it needs, the first two if all are
+    alike, as the others need the same kernels as the second. (The first layer's norm is another
+    kernel, as there is no earlier result to add.)
+
+    Not if custom functions may differ by layer; nor with several ranks, whose collectives wait for
+    each other, and which may have other layers; nor for tensors of torch.func, which have no
+    address, by which kernels may differ.
+    """
     custom = functions.attention, functions.feed_forward, functions.norm, functions.attend
     may_differ = (
         any(one is not None for one in custom)
@@ -157,7 +161,7 @@ def _layers_to_run(
 
 
 def _kind(config: ModelConfig, layer: LayerParams) -> Any:
-    """Layers of one kind launch the same kernels for the same batch."""
+    """A key that is equal for layers that launch the same kernels for the same batch."""
     if config.windows:
         window = config.windows[layer.index]
     else:
@@ -177,8 +181,8 @@ def _attend(
     added: Tensor | None,
     hidden: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A layer's attention after its norm, which first adds the last block's result, if there is
-    one: the attention's result, which is not added yet, the hidden states, and the pages."""
+    """A layer's norm, which first adds the result of the block before, if any, and its attention.
+    Returns the attention's result, which is not added yet, the hidden states, and the pages."""
     norm = functools.partial(_norm, config, blocks, functions, batch)
     x, hidden = norm(layer.input_layernorm, added, hidden, quantized=layer.qkv_scale is not None)
     if functions.attention is None:
@@ -205,7 +209,7 @@ def _feed(
     added: Tensor,
     hidden: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """As `_attend`, the layer's feed-forward block."""
+    """Like `_attend`, for the layer's feed-forward block."""
     norm = functools.partial(_norm, config, blocks, functions, batch)
     x, hidden = norm(
         layer.post_attention_layernorm, added, hidden, quantized=layer.gate_up_scale is not None
@@ -231,7 +235,7 @@ def _norm(
     *,
     quantized: bool,
 ) -> tuple[Normed, Tensor]:
-    """The result of the norm, the model's or one's own."""
+    """The result of the norm, the model's or a custom one."""
     if functions.norm is None:
         return blocks.norm(weight, config.rms_norm_eps, added, hidden, quantized=quantized)
     with blamed_on("norm", batch):
@@ -246,7 +250,7 @@ def _own_attend(
     kv_pages: Tensor,
     batch: ResolvedBatch,
 ) -> Tensor:
-    """The result of attention of one's own, checked."""
+    """The checked result of a custom `attend` or of a back end."""
     if isinstance(attend, AttentionBackend):
         with noted(
             lambda _: (

@@ -1,5 +1,5 @@
-"""`StageLayout`: the layers that a stage owns; the splits of a model: `split_layers`, `balance`,
-`split_model`; and the empty states of its stages."""
+"""`StageLayout`, the layers that a stage owns; the ways to split a model: `split_layers`,
+`balance`, `split_model`; and the empty states of its stages."""
 
 import functools
 import math
@@ -67,7 +67,7 @@ class StageLayout:
 
 
 def check_layout(layout: StageLayout, num_layers: int, call: str) -> None:
-    """Raise ProgramError unless a layout is of a model with so many layers."""
+    """Raise ProgramError unless a layout fits a model with this many layers."""
     if layout.stop > num_layers or (layout.last and layout.stop != num_layers):
         problem = (
             f"a layout that ends with layer {layout.stop - 1}, and a model of {num_layers} layers"
@@ -90,12 +90,12 @@ def split_layers(num_layers: int, num_stages: int) -> tuple[StageLayout, ...]:
     """Contiguous stages whose sizes differ by at most one.
 
     A pipeline is as fast as its slowest stage. The last stage also computes the head, a matrix as
-    large as several layers; the first one also embeds, which is a look-up. So the layers left over
+    large as several layers; the first one also embeds, which is a look-up. So the remaining layers
     go to the stages nearest the middle, the earlier of two first, and the last stage never gets
     one.
 
     Args:
-        num_layers: the model's.
+        num_layers: the model's number of layers.
         num_stages: at least 1, at most the number of layers.
 
     Raises:
@@ -117,14 +117,13 @@ def split_layers(num_layers: int, num_stages: int) -> tuple[StageLayout, ...]:
 def balance(
     layer_costs: Sequence[float], num_stages: int, *, first: float = 0.0, last: float = 0.0
 ) -> tuple[StageLayout, ...]:
-    """The contiguous split that minimises the cost of the slowest stage: by dynamic programming
-    over the ends of the stages, in exact arithmetic, so that equal sums are ties whatever their
-    rounding.
+    """The contiguous split that minimises the cost of the slowest stage.
 
-    Ties are broken in this order: the split nearest to `split_layers` (the least sum over the
-    stages of layers more or fewer than there), the least sum of squares of the stages' costs, the
-    smaller first stage that differs. So the result is `split_layers` itself wherever no split is
-    better.
+    It uses dynamic programming over the ends of the stages, in exact arithmetic, so that rounding
+    cannot break a tie. Ties are broken in this order: the split nearest to `split_layers` (the
+    least sum of differences in the stages' sizes), the least sum of squares of the stages' costs,
+    the split whose first differing stage is smaller. So the result is `split_layers` itself unless
+    another split is better.
 
     Args:
         layer_costs: the cost of each layer, in any unit.
@@ -168,8 +167,8 @@ def balance(
 def _prefix_sums(
     layer_costs: Sequence[float], first: float, last: float
 ) -> tuple[tuple[int, ...], int, int]:
-    """The costs of the first 0, 1, ... layers, and `first` and `last`, as ints of one unit, without
-    rounding."""
+    """The costs of the first 0, 1, ... layers, and `first` and `last`, as exact multiples of one
+    unit."""
     costs = [Fraction(cost) for cost in (*layer_costs, first, last)]
     unit = math.lcm(*(cost.denominator for cost in costs))
     *layers, extra_first, extra_last = (int(cost * unit) for cost in costs)
@@ -179,15 +178,15 @@ def _prefix_sums(
     return tuple(sums), extra_first, extra_last
 
 
-# A split's order among ties: layers more or fewer than even, the squares of the costs, the ends of
-# the stages.
+# The order among tied splits: the distance from the even sizes, the sum of the squared costs, and
+# the ends of the stages.
 _Rank = tuple[int, int, tuple[int, ...]]
 
 
 @attrs.frozen
 class _Split:
-    """The problem: `sums[i]` is the cost of the first i layers; `even` holds the sizes of the even
-    split."""
+    """The problem that `balance` solves: `sums[i]` is the cost of the first i layers; `even` has
+    the sizes of the even split."""
 
     sums: tuple[int, ...]
     first: int
@@ -199,7 +198,7 @@ class _Split:
         return self.sums[stop] - self.sums[start] + ends
 
     def stops(self, stage: int) -> range:
-        """The ends that a stage may have, so that every stage has a layer."""
+        """The possible ends of a stage, such that every stage has a layer."""
         later = len(self.even) - 1 - stage
         layers = len(self.sums) - 1
         if later:
@@ -244,11 +243,11 @@ class _Split:
         return stops
 
 
-_REQUESTS = 64
 # The decode step that `split_model` estimates.
+_REQUESTS = 64
 _CONTEXT = 512
-# The cost of sampling, as bytes that could be read meanwhile. Measured on an H200: 60 us for 64
-# requests and 151,936 tokens.
+# The cost of sampling, as the bytes that could be read in the same time. Measured on an H200: 60 us
+# for 64 requests and 151,936 tokens.
 BYTES_PER_LOGIT = 26
 
 
@@ -257,9 +256,9 @@ class Weights:
     """The bytes of a layer's weights.
 
     Args:
-        fixed: those that every step reads.
-        experts: those of all experts.
-        share: the part of the experts that one token chooses.
+        fixed: the bytes that every step reads.
+        experts: the bytes of all experts.
+        share: the fraction of the experts that one token chooses.
     """
 
     fixed: int
@@ -267,8 +266,8 @@ class Weights:
     share: float = 0.0
 
     def read(self, size: int) -> float:
-        """The bytes that a step of `size` requests reads, if all experts are equally likely: then
-        no token chooses a given expert with probability `(1 - share) ** size`."""
+        """The bytes that a step of `size` requests reads, if all experts are equally likely: a
+        given expert is then chosen by no token with probability `(1 - share) ** size`."""
         return self.fixed + self.experts * (1 - (1 - self.share) ** size)
 
 
@@ -293,15 +292,15 @@ def weights_of_layer(config: ModelConfig, index: int) -> Weights:
 
 
 def split_model(config: ModelConfig, num_stages: int) -> tuple[StageLayout, ...]:
-    """Split a model as an engine, a runner and `weft.load(..., stage=...)` do: into contiguous
-    stages, the slowest as fast as possible (`balance`), where the cost of a stage is the bytes that
-    it reads.
+    """Split a model into contiguous stages, the slowest as fast as possible, as an engine, a runner
+    and `weft.load(..., stage=...)` do.
 
-    The estimate is for a decode step of 64 requests at a context of 512 tokens: weights (of experts
-    those that are chosen), keys and values; on the last stage also the head and the sampler.
+    It calls `balance` with the bytes that each layer reads. The estimate is for a decode step of 64
+    requests at a context of 512 tokens: weights (of the chosen experts only), keys and values; on
+    the last stage also the head and the sampler.
 
     Args:
-        config: the whole model's.
+        config: the whole model's configuration.
         num_stages: at least 1, at most the number of layers.
 
     Returns:
@@ -333,8 +332,9 @@ def empty_states(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> tuple[State, ...]:
-    """A state without requests for each stage, with pages for the layers that the stage owns. Only
-    the last stage's sampling table is as wide as the vocabulary.
+    """An empty state for each stage, with pages for the layers that the stage owns.
+
+    Only the last stage samples, so only its sampling table is as wide as the vocabulary.
 
     Args:
         max_num_reqs, num_pages, max_pages, page_size, max_biased, extras, dtype, device: as

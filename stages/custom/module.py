@@ -34,8 +34,8 @@ Call = Callable[[Any, Any, Any], Any]
 
 _CALL = "call=lambda module, batch, x: module(...)"
 
-# By the id of a part of a module, or of an object in it: two stages that share it, on two threads,
-# must not give it their values at the same time.
+# By the id of a part of a module, or of an object in it. `functional_call` writes a stage's values
+# into the module itself, so two threads must not run stages that share a part at the same time.
 _LOCKS: "dict[int, tuple[weakref.ref[Any], RLock]]" = {}
 
 
@@ -46,9 +46,9 @@ class ModuleStage(Summarized):
     Args:
         stage: `(params, state, batch, x) -> (state, y)`.
         params: the module's parameters by name.
-        state: its buffers by name, and the tensors in plain objects that it holds by path
-            (`cache.layers[0].keys`); what the module updates (running statistics, a cache) comes
-            back in the new state.
+        state: its buffers by name, and the tensors in plain objects that it holds, by path
+            (`cache.layers[0].keys`). What the module updates (running statistics, a cache) is
+            returned in the new state.
     """
 
     stage: Callable[[dict[str, Tensor], dict[str, Tensor], Any, Any], tuple[dict[str, Tensor], Any]]
@@ -59,39 +59,39 @@ class ModuleStage(Summarized):
 def from_module(module: nn.Module, *, call: Call | None = None) -> ModuleStage:
     """Make a stage of `module`.
 
-    It is called on `x`, or on the batch if it is the first stage (`x` is None). A mapping, such as
-    the encoding of a tokenizer, is passed by keyword; a tuple by position; anything else as the
+    The module is called on `x`, or on the batch in the first stage (where `x` is None). A mapping,
+    such as a tokenizer's encoding, is passed by keyword; a tuple by position; anything else as the
     only argument.
 
-    The module runs in its own mode, `train()` or `eval()`, at each call. Dropout draws from torch's
-    default generator, as in the module itself, and a graph draws new numbers at each replay. The
-    bits are those of the module after `requires_grad_(False)`: torch rounds otherwise where
-    parameters require grad.
+    At each call, the module runs in its current mode, `train()` or `eval()`. Dropout draws from
+    torch's default generator, as in the module itself, and a graph draws new numbers at each
+    replay. The bits are those of the module after `requires_grad_(False)`: torch may round
+    differently if parameters require grad.
 
     Tensors in plain objects (instances of classes that are not modules, such as a cache of
-    transformers), however deep below the module's attributes, are state like buffers, if they are
-    there when the stage is made. Left out are parameters, tensors that are views of other values,
-    and what torch's own objects hold.
+    transformers), however deep below the module's attributes, are state like buffers, provided that
+    they exist when the stage is made. Parameters, views of other values, and tensors that torch's
+    own objects hold are not part of it.
 
     Args:
         module: a run of the stage does not change its buffers, nor the tensors in its objects. A
             graph is refused if a run changes anything else that can be reached from the module:
             numbers, lists, nonlocals, attributes of classes; the error names it. The same holds for
             draws from the generators of Python or NumPy.
-        call: `(module, batch, x) -> y`, instead of the call above: for arguments from both the
-            batch and `x`, or to return a part of the output, such as `lambda module, batch, x:
-            module(x, mask=batch["mask"]).logits`.
+        call: `(module, batch, x) -> y`, replaces the call above: for arguments from both the batch
+            and `x`, or to return a part of the output, such as `lambda module, batch, x: module(x,
+            mask=batch["mask"]).logits`.
 
     Returns:
-        The stage, its parameters, and its buffers and the tensors in its objects as the state,
-        which the stage donates.
+        The stage; its parameters; and its state: the buffers and the tensors in its objects. The
+        stage donates its state.
 
     Raises:
         ProgramError: `module` is not a module, has parameters without a shape yet, buffers that
             share memory, or other tensors that share memory with a parameter or a buffer; or `call`
-            is not a function. From the stage: the module's `forward` does
-            not take these arguments, makes a buffer, replaces a parameter, removes a tensor of the
-            state, or makes two of one.
+            is not a function. When the stage is called: the module's `forward` does not take these
+            arguments, makes a buffer, replaces a parameter, removes a tensor of the state, or puts
+            different tensors where the state had one.
 
     >>> made = from_module(nn.Linear(2, 1))
     >>> state, y = made.stage(made.params, made.state, torch.ones(3, 2), None)
@@ -115,6 +115,8 @@ def from_module(module: nn.Module, *, call: Call | None = None) -> ModuleStage:
         for name in of_objects.keys() - buffers.keys():
             del values[f"module.{name}"]
         with ExitStack() as stack:
+            # Always in the order of `_locks_of`, so that two stages that share parts cannot
+            # deadlock.
             for lock in locks:
                 stack.enter_context(lock)
             y, next_of_objects = torch.func.functional_call(caller, values, (batch, x, of_objects))
@@ -128,11 +130,11 @@ def from_module(module: nn.Module, *, call: Call | None = None) -> ModuleStage:
                 values[f"module.{one.name}"] = one.the_one_of(
                     [*next_of_objects[one.name], *tied], module
                 )
-        return {
-            name: values[f"module.{name}"] for name in state
-        }, y  # the module may have replaced a buffer
+        # From `values`, where `functional_call` has put a buffer that the module replaced.
+        return {name: values[f"module.{name}"] for name in state}, y
 
-    vars(stage)["__weft_module__"] = module  # whose training mode `graphify` asks for
+    # `graphify` reads the module's training mode.
+    vars(stage)["__weft_module__"] = module
     stage.__name__ = stage.__qualname__ = f"stage {type(module).__name__}"
     params = {name: p.detach() for name, p in module.named_parameters()}
     state = {**buffers, **{one.name: one.tensor for one in in_objects}}
@@ -144,9 +146,9 @@ class _ObjectTensor:
     """A tensor of the state that plain objects hold.
 
     Args:
-        name: its name in the state: the path of the first place, or the name of the buffer that it
-            is, too.
-        tensor: the module's own.
+        name: its name in the state: the name of the buffer, if it is one too; otherwise the path of
+            its first place.
+        tensor: the tensor that the module holds.
         places: all places that hold it.
     """
 
@@ -155,7 +157,7 @@ class _ObjectTensor:
     places: list[Place]
 
     def owners(self) -> list[Any]:
-        """The objects on the ways to it."""
+        """The objects on the paths to it."""
         return [owner for place in self.places for owner in place.owners()]
 
     def put(self, value: Tensor, module: nn.Module) -> list[Any]:
@@ -170,7 +172,7 @@ class _ObjectTensor:
         return before
 
     def next_values(self, module: nn.Module) -> list[Any]:
-        """What the run has left in the places."""
+        """The values in the places after a run."""
         try:
             values = [place.get() for place in self.places]
         except (LookupError, AttributeError):
@@ -185,7 +187,7 @@ class _ObjectTensor:
         return values
 
     def the_one_of(self, values: list[Any], module: nn.Module) -> Any:
-        """The next value, which is the same tensor in all places."""
+        """The next value; raises ProgramError unless all places have the same tensor."""
         if all(value is values[0] for value in values):
             return values[0]
         places = " and ".join(dict.fromkeys([self.name, *(place.path for place in self.places)]))
@@ -220,8 +222,8 @@ def _tensors_in_objects(module: nn.Module) -> list[_ObjectTensor]:
 
 
 def _refuse_aliases(module: nn.Module, state: Set[int]) -> None:
-    """Raise ProgramError if a tensor that is no part of the stage's values shares memory with a
-    parameter or a buffer: it would keep the module's own values.
+    """Raise ProgramError if a tensor that is not one of the stage's values shares memory with a
+    parameter or a buffer: a run would read the module's own values from it, not the stage's.
 
     Args:
         state: the ids of the tensors in plain objects that are part of the state.
@@ -241,8 +243,8 @@ def _refuse_aliases(module: nn.Module, state: Set[int]) -> None:
 
     if not aliases():
         return
-    # What a module itself keeps the same as its parameters, as a recurrent one its list of them, is
-    # no alias any more where it has other parameters.
+    # Look again while the module has other parameters: some modules update their aliases, as
+    # recurrent ones do with their list of weights. Only an alias that is still there is a fault.
     empty = {f"module.{name}": torch.empty(0) for name in values}
     if remaining := torch.func.functional_call(_Looking(module, aliases), empty, ()):
         alias, owner = remaining[0]
@@ -271,7 +273,7 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def _locks_of(parts: list[Any]) -> list["RLock"]:
-    """The locks of all parts of a module, in one order for all; a new one for those that have none."""
+    """The locks of all parts of a module, in a global order; parts without a lock share one."""
     new = threading.RLock()
     locks = {id(lock): lock for part in parts if (lock := _lock_of(part)) is not None} or {
         id(new): new
@@ -279,7 +281,8 @@ def _locks_of(parts: list[Any]) -> list["RLock"]:
     first = next(iter(locks.values()))
     for part in parts:
         if _lock_of(part) is None:
-            with suppress(TypeError):  # an object that cannot be referred to weakly
+            # An object that does not support weak references gets no lock.
+            with suppress(TypeError):
                 _LOCKS[id(part)] = weakref.ref(part, partial(_forget_lock, id(part))), first
     return [locks[key] for key in sorted(locks)]
 
@@ -316,8 +319,8 @@ def _refuse_new(
 
 
 class _Caller(nn.Module):
-    """A module whose forward is a call of another one, so that `functional_call` gives it the
-    values."""
+    """A module whose forward calls another one by `call`, so that `functional_call` applies to any
+    way of calling it."""
 
     def __init__(self, module: nn.Module, call: Call, in_objects: list[_ObjectTensor]) -> None:
         super().__init__()
@@ -328,8 +331,8 @@ class _Caller(nn.Module):
     def forward(
         self, batch: Any, x: Any, of_objects: Mapping[str, Tensor]
     ) -> tuple[Any, dict[str, list[Any]]]:
-        """Call the module with these tensors in its objects. Returns its output, and what the run
-        left there."""
+        """Call the module with these tensors in its objects. Returns its output, and the tensors in
+        its objects after the run."""
         with ExitStack() as stack:
             object_tensors = [one for one in self.in_objects if one.name in of_objects]
             for one in object_tensors:
@@ -344,8 +347,7 @@ class _Caller(nn.Module):
 
 
 def _put_back(places: list[Place], before: list[Any]) -> None:
-    """Put what was in the places before a run back into them, as far as the run has left them
-    there."""
+    """Restore the values that the places had before a run, unless the run removed the places."""
     for place, value in zip(places, before, strict=True):
         with suppress(LookupError, AttributeError, TypeError):
             place.put(value)
@@ -364,7 +366,8 @@ def _call_on_inputs(module: nn.Module, batch: Any, x: Any) -> Any:
         args = inputs
     else:
         args = (inputs,)
-    if not isinstance(module, ScriptModule):  # which has no signature
+    # The `forward` of a ScriptModule has no signature to check.
+    if not isinstance(module, ScriptModule):
         _check_arguments(module, "batch, None" if x is None else "batch, x", args, kwargs)
     return module(*args, **kwargs)
 
@@ -386,7 +389,7 @@ def _check_arguments(
 
 
 def _overlapping(buffers: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The names of two buffers that share memory, so that copies of them would not."""
+    """The names of two buffers that share memory, if any: their copies in the state would not."""
     spans = []
     for name, buffer in buffers.items():
         if buffer.numel() and not buffer.is_meta and buffer.layout is torch.strided:
@@ -396,6 +399,7 @@ def _overlapping(buffers: Mapping[str, Any]) -> tuple[str, str] | None:
                 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
             )
             spans.append((storage_id(buffer), start, start + (steps + 1) * buffer.itemsize, name))
+    # Sorted by storage and start, spans overlap only if two neighbours do.
     pairs = pairwise(sorted(spans))
     return next(
         ((one[3], other[3]) for one, other in pairs if one[0] == other[0] and other[1] < one[2]),
@@ -430,14 +434,16 @@ def _check_module(module: Any, call: Any) -> None:
 
 @contextmanager
 def _unchanged(module: nn.Module, state: Set[int]) -> Iterator[None]:
-    """Context of a captured run of a module. It restores what the module holds in Python, however
-    deep, and the generators of Python and NumPy, if the run changed them.
+    """A context for the captured run of a module, in which the run may not change Python state.
+
+    At the end it restores what the module holds in Python, however deep, and the generators of
+    Python and NumPy.
 
     Args:
         module: all of its parts are watched: their attributes, and the objects and containers that
-            these reach.
-        state: the ids of the tensors in plain objects that are part of the state, so that the run
-            may replace them.
+            can be reached from these.
+        state: the ids of the tensors in plain objects that are part of the state; the run may
+            replace these.
 
     Raises:
         CaptureError: the run changed something.
@@ -467,7 +473,7 @@ def _unchanged(module: nn.Module, state: Set[int]) -> Iterator[None]:
 
 
 def _roots_of(module: nn.Module) -> tuple[dict[str, nn.Module], Set[int]]:
-    """The parts of a module by path, and their ids; without those of TorchScript, which hold
+    """The parts of a module by path, and their ids; without parts in TorchScript, which hold
     nothing in Python."""
     parts = {
         path: part for path, part in module.named_modules() if not isinstance(part, ScriptModule)
@@ -476,7 +482,7 @@ def _roots_of(module: nn.Module) -> tuple[dict[str, nn.Module], Set[int]]:
 
 
 def _instead_of(change: Change, module: nn.Module) -> str:
-    """What to write in the place of a change that a replay does not repeat."""
+    """The remedy for a change that a replay does not repeat."""
     path, _, key = change.path.rpartition(".")
     parts = dict(module.named_modules())
     if path in parts and f"{key}_orig" in vars(parts[path])["_parameters"]:
@@ -500,7 +506,7 @@ def _instead_of(change: Change, module: nn.Module) -> str:
 
 
 def _generators() -> list[tuple[str, Callable[[], Any], Callable[[Any], Any]]]:
-    """The generators that are not torch's: their names, and functions that get and set their
+    """The random generators of Python and NumPy: their names, and functions that get and set their
     states."""
     generators: list[tuple[str, Callable[[], Any], Callable[[Any], Any]]] = [
         ("random", random.getstate, random.setstate)

@@ -1,5 +1,5 @@
-"""Checks of what functions of one's own return in the stages of a decoder, and notes on the errors
-that they raise."""
+"""Checks of the results of custom functions in a decoder's stages, and notes on the errors that
+they raise."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,10 +24,10 @@ from weft.trees import tree_structure
 def changed_layer(
     index: int, change: Callable[[Layer], Layer], layer: Layer, *args: Any
 ) -> tuple[Tensor, Tensor]:
-    """The result of a layer of one's own, checked.
+    """The checked result of a custom layer.
 
     Raises:
-        ProgramError: it is something else than a layer's.
+        ProgramError: it is not what a layer returns.
     """
     hidden: Tensor = args[-1]
     with blamed_on(f"layer {index}", args[2]):
@@ -57,8 +57,8 @@ def changed_layer(
 
 @contextmanager
 def blamed_on(function: str, inputs: ResolvedBatch | Mapping[str, Tensor]) -> Iterator[None]:
-    """A context in which each error gets a note: which of the user's functions raised it, and the
-    names that it could read, in a batch or in the extras of logits."""
+    """A context in which each error gets a note that says which of the user's functions raised it,
+    and which names it could read, in a batch or in the extras of logits."""
 
     def note(error: Exception) -> str:
         if isinstance(inputs, ResolvedBatch):
@@ -90,10 +90,10 @@ def noted(note: Callable[[Exception], str]) -> Iterator[None]:
 
 
 def check_added(function: str, added: Any, hidden: Tensor) -> Tensor:
-    """The result of a block of one's own, which is added to the hidden states, checked.
+    """The checked result of a custom block, which is added to the hidden states.
 
     Raises:
-        ProgramError: it is not of the hidden states' shape, or parts of it.
+        ProgramError: it has not the shape of the hidden states, nor is it parts of that shape.
     """
     problem = f"it returned {_kinds(added)}"
     if isinstance(added, Tensor):
@@ -109,7 +109,7 @@ def check_added(function: str, added: Any, hidden: Tensor) -> Tensor:
 
 
 def check_attended(mixed: Any, q: Tensor) -> Tensor:
-    """The result of an `attend` of one's own, checked.
+    """The checked result of a custom `attend`.
 
     Raises:
         ProgramError: it is not of the queries' shape and dtype.
@@ -125,11 +125,11 @@ def check_attended(mixed: Any, q: Tensor) -> Tensor:
 
 
 def transformed(stage: DecoderStage, transform: Transform, layout: StageLayout) -> DecoderStage:
-    """A transformed stage, which takes the storage of its state, and whose results are checked.
+    """A transformed stage, which donates its state and checks its results.
 
     Raises:
-        ProgramError: the transform returns no function; or, at a call, that returns something else
-            than a stage does.
+        ProgramError: the transform does not return a function; or, when that is called, it does not
+            return what a stage returns.
     """
     call, inner = f"{name_of(transform)}({stage.__name__})", transform(stage)
     rule: Rule = callable, "a stage: a function (params, state, batch, x) -> (state, y)"

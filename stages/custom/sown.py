@@ -1,5 +1,5 @@
-"""`sow` and `carry`: what functions of one's own, in a stage, capture of each token, and carry to
-the next one."""
+"""`sow` and `carry`: the values that custom functions in a stage capture of each token, and carry
+to the next one."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,13 +20,13 @@ from weft.trees import OF_THIS_PROCESS
 
 @attrs.define
 class SownNames:
-    """The names that the stages of a model have captured and carried so far, as far as they run in
-    this process: a stage's layers see only their own.
+    """The names that the stages of a model in this process have captured and carried so far. A
+    stage alone sees only the names of its own layers.
 
     Args:
-        num_stages: of the model's split.
-        last: for the index of each stage that ran, the names that it captured, and carried, in its
-            last step.
+        num_stages: the number of stages that the model is split into.
+        last: a dict from the index of each stage that ran to the names that it captured, and those
+            that it carried, in its last step.
         carried_in: the layer that carried each name.
     """
 
@@ -40,13 +40,15 @@ class SownNames:
         """Add the names of a stage that ran.
 
         Raises:
-            ProgramError: another layer carries one of them; or all stages ran, and a declared name
-                is missing.
+            ProgramError: another layer carries one of them; or all stages ran, and none of them
+                sowed a declared name.
         """
         self.last[stage] = frozenset(sown.values), frozenset(sown.carried)
         for name, layer in sown.carried_in.items():
             if (first := self.carried_in.setdefault(name, layer)) != layer:
                 raise _carried_twice(name, first, layer)
+        # A name that is still missing may belong to a stage that has not run, or that runs in
+        # another process.
         if len(self.last) < self.num_stages:
             return
         kinds = ("sow", "captures", sown.captures), ("carry", "carries", sown.carries)
@@ -71,15 +73,15 @@ def _carried_twice(name: str, first: int, layer: int) -> ProgramError:
 
 @attrs.define
 class Sown:
-    """The values that functions of one's own capture and carry while a stage runs.
+    """The values that custom functions capture and carry while a stage runs.
 
     Args:
         captures: an example of each value that may be captured, by name.
-        num_tokens: of the batch, padding included.
-        carries: the same of those that may be carried.
-        values: what was captured, [num_tokens, ...] by name.
-        carried: what was carried, [num_tokens, ...] by name.
-        refused: why nothing can be captured or carried here; empty: it can.
+        num_tokens: the number of tokens in the batch, padding included.
+        carries: an example of each value that may be carried, by name.
+        values: the captured values, [num_tokens, ...] by name.
+        carried: the carried values, [num_tokens, ...] by name.
+        refused: why nothing can be captured or carried here; empty if it can.
         layer: the index of the layer that runs.
         reads: the names of carried values that were read, each with the layer that read it.
         carried_in: the layer that carried each value.
@@ -96,11 +98,10 @@ class Sown:
     carried_in: dict[str, int] = attrs.field(factory=dict)
 
     def add(self, name: str, value: Any) -> None:
-        """Capture a value; one of the same name replaces it."""
+        """Capture a value; it replaces an earlier one of the same name."""
         self.values[name] = self._checked("sow", "captures", self.captures, name, value)
 
     def carry(self, name: str, value: Any) -> None:
-        """Carry a value."""
         checked = self._checked("carry", "carries", self.carries, name, value)
         if name in self.carried:
             raise _carried_twice(name, self.carried_in[name], self.layer)
@@ -136,11 +137,12 @@ class Sown:
                 problem,
                 f"a tensor {list(shape)}: {list(example.shape)} for each token of the batch",
             )
-        return value.to(example.dtype, copy=True)  # it may be written to later
+        # Copied, as the function may write to its tensor later in the step.
+        return value.to(example.dtype, copy=True)
 
     def check_carried(self) -> None:
-        """Raise ProgramError, once the layers have run, for a value that was read in another layer
-        than the one that carries it."""
+        """Raise ProgramError if a value was read in another layer than the one that carries it.
+        Call it after the layers have run."""
         for name, layer in sorted(self.reads):
             if self.carried_in.get(name) != layer:
                 problem = "which this layer does not carry"
@@ -153,8 +155,11 @@ class Sown:
                 raise ProgramError(f"batch.carried[{name!r}] in layer {layer}", problem, instead)
 
     def after(self, x: IntermediateTensors | None, device: torch.device) -> dict[str, PerToken]:
-        """The captures of this stage and of those before it; 0 where there is none yet."""
+        """The captures of this stage and of the stages before it; zeros for a name that none of
+        them has captured."""
         captured = {} if x is None else x.captured
+        # Every declared name is in every stage's result, whichever layers capture: the structure of
+        # what stages exchange is fixed.
         for name, example in self.captures.items():
             if name in self.values:
                 captured = {**captured, name: PerToken(self.values[name])}
@@ -168,7 +173,7 @@ class Sown:
 
 
 def carried_on(name: str, state: State, batch: ResolvedBatch, sown: Sown) -> State:
-    """The state with what the batch's requests carry on from this stage."""
+    """The state with the values that this stage's layers carried, for the requests of the batch."""
     if state.carried is None:
         instead = (
             "a state of this model: make_state(model, ...), or Carried.of(model.functions.carries,"
@@ -185,54 +190,54 @@ _SOWN: ContextVar[Sown | None] = ContextVar("weft.sown", default=None)
 
 
 def sow(name: str, value: Tensor) -> None:
-    """Capture a value of each token, from within a function of one's own in a stage: it comes back,
-    per token, as `captured[name]` of the stage's output, of `RequestOutput` and of `Completion`.
+    """Capture a value of each token from within a custom function in a stage; it is returned, per
+    token, as `captured[name]` of the stage's output, of `RequestOutput` and of `Completion`.
 
-    As `sow` of Flax does, it leaves the function's signature as it is, and does nothing where
-    nobody collects.
+    Like Flax's `sow`, it leaves the function's signature unchanged, and does nothing where nobody
+    collects the values.
 
     Args:
         name: one that `model.with_stages(..., captures={name: example})` declares.
-        value: [num_tokens, ...], of the example's shape for each token; cast to its dtype. If a
-            name is sown twice in a step, the last value counts. It is copied, so that you may write
-            to yours later.
+        value: [num_tokens, ...], with the example's shape for each token; cast to its dtype. If a
+            name is sown twice in a step, the last value counts. The value is copied, so you may
+            write to your tensor later.
 
     Raises:
         ProgramError: a name that is not declared, a value of another shape, or a call from `logits`
-            or from a transform of a whole stage, where values are not of tokens.
+            or from a transform of a whole stage, where values are not per token.
     """
     if (sown := _SOWN.get()) is not None:
         sown.add(name, value)
 
 
 def carry(name: str, value: Tensor) -> None:
-    """Carry a value from each token to the next of its request, from within a layer of one's own:
-    the state of a recurrence. `batch.carried[name]` is what came from the token before the batch's
-    first one, for each request.
+    """Carry a value, such as the state of a recurrence, from each token to the next of its request,
+    from within a custom layer. `batch.carried[name]` has, for each request, the value after the
+    last token before the batch.
 
-    It is exact however a request is served: in chunks, after wrong drafts, preempted, and under a
-    prefix hit, as `model.with_stages(..., prefix_caching=...)` says. A preempted request begins
-    again, as if it were new: with the default, or with the snapshot of the last of its pages that
-    the prefix cache still has.
+    It is exact however a request is served: in chunks, after wrong drafts, after preemption, and
+    after a prefix hit, as `model.with_stages(..., prefix_caching=...)` says. A preempted request
+    starts again as a new one does: from the default, or from the snapshot of the last of its pages
+    that is still in the prefix cache.
 
     Args:
-        name: one that `model.with_stages(..., carries={name: default})` declares; each layer has
-            names of its own.
-        value: [num_tokens, ...], the value after each token of the batch, of the default's shape
-            for each; cast to its dtype. `batch.scan_tokens` computes such values one after the
-            other. It is copied, so that you may write to yours later.
+        name: one that `model.with_stages(..., carries={name: default})` declares; no two layers may
+            carry the same name.
+        value: [num_tokens, ...], the value after each token of the batch, with the default's shape
+            for each; cast to its dtype. `batch.scan_tokens` computes such values one token after
+            another. The value is copied, so you may write to your tensor later.
 
     Raises:
         ProgramError: a name that is not declared, or is carried twice in a step; a value of another
             shape; or a call from `logits` or from a transform of a whole stage, where values are
-            not of tokens.
+            not per token.
     """
     if (sown := _SOWN.get()) is not None:
         sown.carry(name, value)
 
 
 class _Read(Mapping[str, PerRequest]):
-    """Carried values that note the layer in which each is read."""
+    """The carried values of a batch; reading one records the layer that reads it."""
 
     def __init__(self, sown: Sown, values: Mapping[str, PerRequest]) -> None:
         self._sown = sown
@@ -254,7 +259,8 @@ class _Read(Mapping[str, PerRequest]):
 def sowing(
     captures: Mapping[str, Tensor], carries: Mapping[str, Tensor], batch: ResolvedBatch
 ) -> Iterator[tuple[Sown, ResolvedBatch]]:
-    """A context that collects what is sown and carried in it, with the batch for the layers."""
+    """A context that collects the values that are sown and carried in it; it yields them, and the
+    batch for the layers."""
     token = _SOWN.set(sown := Sown(captures, len(batch.input_ids), carries))
     try:
         yield sown, attrs.evolve(batch, carried=_Read(sown, batch.carried)) if carries else batch
@@ -263,14 +269,14 @@ def sowing(
 
 
 def at_layer(index: int) -> None:
-    """Note the layer that runs, for what it sows."""
+    """Record the index of the layer that is about to run."""
     if (sown := _SOWN.get()) is not None:
         sown.layer = index
 
 
 @contextmanager
 def sowing_nothing(where: str) -> Iterator[None]:
-    """A context in which `sow` raises."""
+    """A context in which `sow` and `carry` raise."""
     token = _SOWN.set(Sown({}, 0, refused=f"a call from {where}, whose values are not of tokens"))
     try:
         yield
