@@ -1,4 +1,4 @@
-"""The device, the dtype, the stage and the attention of a model, chosen by what a caller passes."""
+"""The device, the dtype, the stage and the attention of a model, from a caller's arguments."""
 
 from typing import Any
 
@@ -103,10 +103,10 @@ def pick_dtype(dtype: torch.dtype | str | None, *, call: str) -> torch.dtype | N
 
 
 def pick_kv_dtype(dtype: torch.dtype | str | None, *, call: str) -> torch.dtype | None:
-    """The dtype of a KV cache, by its name or itself; None stays None.
+    """The dtype of a KV cache, from a name or a dtype; None stays None.
 
     Raises:
-        RequestError: a dtype that no cache has.
+        RequestError: no KV cache has this dtype.
     """
     check_values(call, _RULES, {"kv_dtype": dtype})
     if isinstance(dtype, str):
@@ -141,12 +141,11 @@ def pick_shard(shard: tuple[int, int] | None, *, call: str) -> tuple[int, int]:
 def pick_experts(
     experts: str | None, config: ModelConfig, num_ranks: int, *, call: str
 ) -> ModelConfig:
-    """The configuration of a model whose experts ranks share in this way; None: as the
-    configuration says.
+    """The configuration, with this way of sharing experts between ranks; None: unchanged.
 
     Raises:
-        ConfigError: a model without experts, or one rank, which shares nothing.
-        RequestError: a way that there is none of.
+        ConfigError: the model has no experts, or there is only one rank.
+        RequestError: there is no such way.
     """
     check_values(call, _RULES, {"experts": experts})
     if experts is None:
@@ -215,8 +214,8 @@ def pick_attention(
     *,
     call: str,
 ) -> AttentionBackend | None:
-    """The attention back end of a name or a value; None: the fastest for each step, or the device's
-    own in FP8, where the quantisation of its result is a part of it.
+    """The attention back end, from a name or a value. None: the decoder chooses the fastest kernel
+    for each step; in an FP8 model, a kernel that also quantises its result.
 
     Raises:
         DeviceError: it does not run on the device.

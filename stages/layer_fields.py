@@ -1,5 +1,5 @@
-"""The fields of `LayerParams` that a model's layer has, and the checkpoint's tensors that fill each
-of them."""
+"""The fields of `LayerParams` that a model's layer has, and the checkpoint's tensors that fill
+them."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -15,15 +15,15 @@ from weft.stages.config import ModelConfig
 
 @attrs.frozen
 class Part:
-    """One of the checkpoint's tensors, and its place in a field: the rows from `start`, in one
-    expert if there are any.
+    """One of the checkpoint's tensors, and its place in a field: the rows from `start`, of one
+    expert if the layer has experts.
 
     Args:
-        name: transformers' name.
+        name: transformers' name of the tensor.
         shape: its shape in the field.
         start: its first row in the field.
-        expert: its expert, counted in the field; None: the layer has none.
-        stored: its shape in the checkpoint, where the field has only a share of it; None: `shape`.
+        expert: the index of its expert in the field; None: the layer has no experts.
+        stored: its shape in the checkpoint, if the field has only a share of it; None: `shape`.
         offset: where that share begins in each dimension.
     """
 
@@ -47,7 +47,7 @@ class Part:
         )
 
     def place(self, field: Tensor) -> Tensor:
-        """Its view of its field's tensor."""
+        """The view of the field's tensor that holds this part."""
         if self.expert is None:
             rows = field
         else:
@@ -70,14 +70,14 @@ class Field:
 
 @attrs.frozen
 class _Linear:
-    """Linear layers of the same input, computed as one product: one below the other in one field.
+    """Linear layers of the same input, stacked by rows in one field and computed as one product.
 
     Args:
-        field: `qkv` for qkv_proj, qkv_bias and qkv_scale.
-        modules: the rows of each, by transformers' name below the layer.
-        columns: the columns of each.
-        width: the columns of the field; those beyond `columns` are 0.
-        bias: whether they have one.
+        field: the prefix of the fields: `qkv` for qkv_proj, qkv_bias and qkv_scale.
+        modules: the number of rows of each layer, by transformers' name within the decoder layer.
+        columns: the number of columns of each.
+        width: the number of columns of the field; those beyond `columns` are 0.
+        bias: whether they have biases.
     """
 
     field: str
@@ -92,8 +92,7 @@ def layer_fields(config: ModelConfig, index: int) -> dict[str, Field]:
     computation.
 
     Raises:
-        ConfigError: the quantisation takes some and leaves others of the layers that are one
-            product.
+        ConfigError: only some of the linear layers that form one product are quantised.
     """
     hidden = config.hidden_size
     layer = f"model.layers.{index}"
@@ -127,8 +126,8 @@ def layer_fields(config: ModelConfig, index: int) -> dict[str, Field]:
 
 
 def row_starts(sizes: Iterable[int], fp8: bool) -> tuple[int, ...]:
-    """The rows at which matrices of these sizes begin in one field, and the end of the last; in FP8
-    each begins a block.
+    """The rows at which matrices of these sizes begin in one field, and the end of the last one; in
+    FP8, each matrix begins a new block.
 
     >>> row_starts((130, 2), True), row_starts((130, 2), False)
     ((0, 256, 384), (0, 130, 132))
@@ -150,8 +149,8 @@ def _attention(config: ModelConfig, layer: str, linear: _Linear) -> dict[str, Fi
 def _feed_forward(
     config: ModelConfig, layer: str, modules: Sequence[str], inner: int, bias: bool
 ) -> dict[str, Field]:
-    """The fields of a block; of several experts, those of the first. All experts are one product,
-    so all are in FP8 or none."""
+    """The fields of a feed-forward block; with several experts, those of the first. All experts are
+    computed as one product, so either all are in FP8 or none is."""
     hidden = config.hidden_size
     module = modules[0]
     firsts = [f"{layer}.{module}.{which}_proj" for module in modules for which in ("gate", "up")]
@@ -168,7 +167,7 @@ def _feed_forward(
 
 
 def _linear(layer: str, linear: _Linear, fp8: bool) -> dict[str, Field]:
-    """The field of the weights, and those of the biases and the scales if there are any."""
+    """The fields of the weights, and of the biases and the scales if there are any."""
     names = [f"{layer}.{module}" for module in linear.modules]
     weights = []
     biases = []
@@ -193,7 +192,7 @@ def _linear(layer: str, linear: _Linear, fp8: bool) -> dict[str, Field]:
 
 
 def _converted(config: ModelConfig, names: list[str]) -> bool:
-    """Whether these layers, which are one product, are in FP8: all of them, or none."""
+    """Whether these linear layers, which form one product, are in FP8."""
     if config.fp8 is None:
         names_by_fp8 = {}
     else:
@@ -209,8 +208,8 @@ def _converted(config: ModelConfig, names: list[str]) -> bool:
 
 
 def _stacked(first: dict[str, Field], experts: Sequence[str]) -> dict[str, Field]:
-    """The fields of all experts, by those of the first of them, stacked along a new first
-    dimension."""
+    """The fields of all experts, stacked along a new first dimension, from the fields of the first
+    expert."""
     return {
         name: Field((len(experts), *field.shape), tuple(_of_experts(field, experts)), field.dtype)
         for name, field in first.items()

@@ -9,17 +9,16 @@ from weft.stages.layout import StageLayout, check_layout
 from weft.trees import pytree, static, tree_leaves
 
 
-# Compared and hashed by identity: `==` on a field would be a tensor, which is neither true nor
-# false.
+# eq=False, here and below: `==` of two tensors is a tensor, which has no truth value.
 @pytree
 @attrs.frozen(eq=False, repr=False)
 class LoraWeights(Summarized):
-    """The adapter slots of one product of a layer, which may be several linear layers with a pair
-    of matrices each; 0 where a slot is empty.
+    """The adapter slots of one product of a layer; an empty slot is 0. The product may comprise
+    several linear layers, each with a pair of matrices.
 
     Args:
         a: `[slots, pairs, rank, in]`.
-        b: `[slots, out, rank]`, with the scaling in it.
+        b: `[slots, out, rank]`, already multiplied by the adapter's scaling.
         starts: the row of `out` where each pair begins, and the end of the last one.
     """
 
@@ -44,19 +43,19 @@ class LayerLora(Summarized):
 class LayerParams(Summarized):
     """The parameters of one decoder layer; None: the model has no such tensor.
 
-    A projection is `[out, in]`, as `torch.nn.functional.linear` takes it, and its bias `[out]`.
-    Projections of the same input are one matrix, one below the other. The layer norms are
-    `[hidden]`; `q_norm` and `k_norm` `[head_dim]`.
+    A projection is `[out, in]`, as `torch.nn.functional.linear` takes it, and its bias is `[out]`.
+    Projections of the same input are stacked by rows in one matrix. The layer norms are `[hidden]`;
+    `q_norm` and `k_norm` are `[head_dim]`.
 
-    Where there is a `router` `[experts, hidden]`, `gate_up_proj` is `[experts, 2 * inner, hidden]`
-    and `down_proj` `[experts, hidden, inner]`; in the share of a rank that holds whole experts,
-    these two are of its own alone.
+    If there is a `router` `[experts, hidden]`, `gate_up_proj` is `[experts, 2 * inner, hidden]` and
+    `down_proj` is `[experts, hidden, inner]`. On a rank that holds whole experts, these two have
+    only the rank's own experts.
 
     A projection with a scale is float8_e4m3fn: `weight[…, n, k]` is multiplied by `scale[…, n //
-    128, k // 128]`, which is float32. Each of the matrices in it begins at a multiple of 128 rows,
-    and zeros fill the gaps.
+    128, k // 128]`, which is float32. Each of the stacked matrices begins at a multiple of 128
+    rows; zeros fill the gaps.
 
-    `lora` holds slots of adapters, in the dtype of the norms. `index` is the layer's place in the
+    `lora` holds slots for adapters, in the dtype of the norms. `index` is the layer's place in the
     whole model.
     """
 
@@ -90,9 +89,9 @@ class DecoderParams(Summarized):
         embed_tokens: `[vocab, hidden]`; None except on the first stage.
         layers: the stage's layers, in order.
         norm: `[hidden]`; None except on the last stage.
-        lm_head: `[vocab, hidden]`; None except on the last stage, and None there too if the head is
-            tied to an embedding that the stage has: `head` is then the embedding. So each trained
-            tensor of a model is one leaf, and a constant, such as RoPE's frequencies, is none.
+        lm_head: `[vocab, hidden]`; None except on the last stage. None there, too, if the head is
+            tied to an embedding that the stage holds: `head` is then the embedding. So every
+            trained tensor is exactly one leaf, and constants such as RoPE's frequencies are none.
     """
 
     embed_tokens: Tensor | None
@@ -115,8 +114,8 @@ def slice_params(params: DecoderParams, layout: StageLayout) -> DecoderParams:
     """A stage's part of the whole model's parameters: the same tensors, no copies.
 
     Args:
-        params: the whole model's.
-        layout: the stage's.
+        params: the parameters of the whole model.
+        layout: the layout of the stage.
 
     Raises:
         ProgramError: `params` is not a whole model, or has another number of layers than the
@@ -145,11 +144,11 @@ def slice_params(params: DecoderParams, layout: StageLayout) -> DecoderParams:
 
 
 def head_fault(params: DecoderParams, is_tied: bool) -> tuple[str, str] | None:
-    """The fault of parameters that lack a head, or that have one beside the embedding to which the
-    configuration ties it; and what to pass instead.
+    """A problem with the head and its remedy, or None: it is missing, or it is there beside the
+    embedding to which the configuration ties it.
 
     Args:
-        params: of a stage, or of a whole model.
+        params: the parameters of a stage, or of a whole model.
         is_tied: the configuration's `tie_word_embeddings`.
     """
     if params.norm is None:
@@ -171,6 +170,6 @@ def head_fault(params: DecoderParams, is_tied: bool) -> tuple[str, str] | None:
 
 
 def num_bytes(params: DecoderParams) -> int:
-    """The memory of the tensors in bytes; a head that is tied to the embedding counts once."""
+    """The memory of the tensors in bytes; a tensor that occurs twice counts once."""
     tensors = [leaf for leaf in tree_leaves(params) if isinstance(leaf, Tensor)]
     return sum({(t.device, t.data_ptr(), t.nbytes): t.nbytes for t in tensors}.values())

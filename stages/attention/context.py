@@ -1,5 +1,5 @@
-"""Attention over a request's context: the model's own, and its two halves for attention of one's
-own."""
+"""Attention over a request's context: the model's own, and its two halves, from which to build
+custom attention."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from weft.ops.attention.paged import paged_attention
 from weft.stages.config import ModelConfig
 from weft.stages.params import LayerParams
 
-# Elements of keys that are gathered at a time.
+# The most elements of keys or values gathered at a time, to bound memory.
 _MOST_ELEMENTS = 2**24
 
 
@@ -30,15 +30,15 @@ def attend(
     computes it.
 
     Args:
-        config: the model's.
+        config: the model's configuration.
         layer: the layer's parameters; `layer.index` is its place in the model.
         q: [num_tokens, num_heads, head_dim], rotated.
         kv_pages: [2, num_pages, page_size, num_kv_heads, head_dim], with this step's keys and
             values in it.
-        batch: the step's, as the decoder passes it on.
-        window: how many of the last positions a token sees, its own included; 0: all; None: as the
-            model's layer does.
-        backend: the implementation; None: the device's own.
+        batch: the step's batch, as the decoder passes it on.
+        window: the number of last positions that a token sees, its own included; 0: all; None: the
+            layer's window in the model.
+        backend: the implementation; None: the device's default.
 
     Returns:
         [num_tokens, num_heads, head_dim].
@@ -69,18 +69,20 @@ def arguments(
 
 def attention_scores(q: Tensor, kv_pages: Tensor, batch: ResolvedBatch) -> Tensor:
     """The scaled products of each token's queries and its context's keys, in torch's own
-    operations: what a softmax over the last dimension makes weights of. Between the two is room for
-    a window, a bias, a cap.
+    operations.
+
+    A softmax over the last dimension turns them into attention weights; a window, a bias or a cap
+    can be applied before it.
 
     Args:
         q: [num_tokens, num_heads, head_dim], rotated.
         kv_pages: [2, num_pages, page_size, num_kv_heads, head_dim], with this step's keys and
             values in it.
-        batch: the step's, as the decoder passes it on.
+        batch: the step's batch, as the decoder passes it on.
 
     Returns:
-        [num_tokens, num_heads, n] float32, where n is the most tokens that a request may have:
-        position j of the token's request at j, and -inf at the positions after the token's own.
+        [num_tokens, num_heads, n] float32, where n is the most tokens that a request may have.
+        Index j is position j of the token's request; positions after the token's own are -inf.
         Long prompts need much memory.
     """
     rows = list[Tensor]()
@@ -92,29 +94,30 @@ def attention_scores(q: Tensor, kv_pages: Tensor, batch: ResolvedBatch) -> Tenso
 
 
 def weighted_values(weights: Tensor, kv_pages: Tensor, batch: ResolvedBatch) -> Tensor:
-    """The values of each token's context, added up by weights.
+    """The weighted sum of the values of each token's context.
 
     Args:
-        weights: [num_tokens, num_heads, n], as `attention_scores` returns scores.
+        weights: [num_tokens, num_heads, n], indexed like the result of `attention_scores`.
         kv_pages: [2, num_pages, page_size, num_kv_heads, head_dim].
-        batch: the step's, as the decoder passes it on.
+        batch: the step's batch, as the decoder passes it on.
 
     Returns:
-        [num_tokens, num_heads, head_dim], of the pages' dtype; of the weights' where pages are in
-        FP8.
+        [num_tokens, num_heads, head_dim], of the pages' dtype, or of the weights' dtype if the
+        pages are in FP8.
     """
     rows = list[Tensor]()
     for part, values in _contexts(kv_pages[1], batch):
+        # Values that the token does not see may be NaN, which a weight of 0 does not remove.
         values = torch.where(
             _visible_mask(batch, part, values)[:, :, None, None], values, 0
-        ).float()  # the rest may be NaN
+        ).float()
         grouped = weights[part].unflatten(1, (values.shape[2], -1)).float()
         rows.append(torch.einsum("tkgn,tnkd->tkgd", grouped, values).flatten(1, 2))
     return torch.cat(rows).to(weights.dtype if kv_pages.dtype.itemsize == 1 else kv_pages.dtype)
 
 
 def _contexts(pages: Tensor, batch: ResolvedBatch) -> Iterator[tuple[slice, Tensor]]:
-    """The keys or values [t, n, num_kv_heads, head_dim] of each token's request, some tokens at a
+    """The keys or values [t, n, num_kv_heads, head_dim] of each token's request, for t tokens at a
     time."""
     owners, _ = find_owners(batch.query_start_loc, len(batch.input_ids))
     table = batch.block_table.clamp(0, len(pages) - 1)

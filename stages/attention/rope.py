@@ -1,5 +1,5 @@
-"""Rotary position embedding: its parameters, read from a config.json, its frequencies, its tables,
-and the positions that it turns with."""
+"""Rotary position embedding: its parameters, read from a config.json; its frequencies and tables;
+and the positions of tokens."""
 
 import math
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from weft.state import State
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
-# The name in Qwen2-VL's files for type default with an `mrope_section`.
+# Qwen2-VL's files use this name for type `default` with an `mrope_section`.
 _MROPE = "mrope"
 _SHARED_KEYS = {
     "rope_theta",
@@ -40,8 +40,8 @@ _OPTIONAL_KEYS: Mapping[RopeKind, tuple[str, ...]] = {
     "llama3": ("original_max_position_embeddings",),
     "yarn": ("original_max_position_embeddings", *_YARN_KEYS),
 }
-# The values at which keys that weft does not use change nothing, and the text of the error for
-# others.
+# For each key that weft does not use: the values at which it changes nothing, and the text of the
+# error for other values.
 _NEUTRAL_AT: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "partial_rotary_factor": (
         (None, 1),
@@ -67,18 +67,18 @@ class Rope:
             divided by `original_max_position_embeddings`.
         original_max_position_embeddings: the context length before stretching; None:
             `max_position_embeddings`.
-        low_freq_factor, high_freq_factor: llama3's bands, in turns within the original context.
-        beta_fast, beta_slow: YaRN's bands, in turns within the original context.
+        low_freq_factor, high_freq_factor: the bounds of llama3's bands, in turns within the
+            original context.
+        beta_fast, beta_slow: the bounds of YaRN's bands, in turns within the original context.
         attention_factor: YaRN's factor of cosine and sine; None: it follows from `factor` and the
             mscales.
-        mscale, mscale_all_dim: the weights of YaRN's attention factor; they count only when both
-            are given.
+        mscale, mscale_all_dim: the weights in YaRN's attention factor, used only if both are given.
         truncate: whether YaRN's bands are rounded outwards to whole dimensions.
         mrope_section: the numbers of pairs of a head that turn with a token's position in time, in
             height and in width (mRoPE; Qwen2-VL, arXiv 2409.12191, section 2.1); None: a token has
             one position, and all pairs turn with it.
-        factors: divisors of the frequencies of a head's pairs, as a GGUF has them
-            (`rope_freqs.weight`); with the kind `default`.
+        factors: divisors of the frequencies of a head's pairs, from a GGUF (`rope_freqs.weight`);
+            only with the kind `default`.
     """
 
     theta: float = 10_000.0
@@ -102,12 +102,12 @@ def parse_rope(fields: Fields, default: Rope) -> Rope:
     5), or `rope_theta` beside `rope_scaling` (transformers 4).
 
     Args:
-        default: the theta and the `mrope_section` where the file is silent. The default scaling is
-            none.
+        default: has the theta and the `mrope_section` to use if the file has none. Without a rope
+            type, there is no scaling.
 
     Raises:
-        ConfigError: a rope type that weft does not know, a needed key that is missing, a value of
-            the wrong type, or two places that say different things.
+        ConfigError: a rope type that weft does not know, a required key that is missing, a value of
+            the wrong type, or two places that disagree.
     """
     blocks = _blocks(fields)
     ropes = [
@@ -120,7 +120,7 @@ def parse_rope(fields: Fields, default: Rope) -> Rope:
 
 
 def unknown_rope_keys(fields: Fields) -> dict[str, Any]:
-    """The keys of `rope_parameters` and `rope_scaling` that no rope type has, each with its value."""
+    """The keys of `rope_parameters` and `rope_scaling` that no rope type has, with their values."""
     rope_keys = set().union(*map(_known_keys, KINDS))
     return {
         f"{x.prefix}{name}": value
@@ -161,7 +161,7 @@ def _parse_block(fields: Fields, block: Fields, default: Rope) -> Rope:
 
 
 def _kind(block: Fields) -> RopeKind:
-    """The rope type: `rope_type`, or `type` as transformers before 4.45 wrote it. A file may have
+    """The rope type: `rope_type`, or `type` in files of transformers before 4.45. A file may have
     both."""
     names = {
         name: block.raw[name] for name in ("rope_type", "type") if block.raw.get(name) is not None
@@ -178,7 +178,7 @@ def _kind(block: Fields) -> RopeKind:
 
 
 def _section(block: Fields) -> tuple[int, int, int] | None:
-    """The pairs of a head that turn with time, height and width; None: the file does not say."""
+    """The numbers of pairs that turn with time, height and width; None if the file has none."""
     needed = _MROPE in (block.raw.get("rope_type"), block.raw.get("type"))
     there = block.raw.get("mrope_section") is not None
     _check_needed(block, there or not needed, "mrope_section", _MROPE)
@@ -229,7 +229,7 @@ def _same_in_both(fields: Fields, block: Fields, name: str, default: Any) -> Fie
 
 
 def _with_bands(fields: Fields, block: Fields, rope: Rope) -> Rope:
-    """`rope` with the parameters that llama3 and yarn have."""
+    """`rope` with the parameters of llama3 or yarn."""
     original = _same_in_both(fields, block, "original_max_position_embeddings", None)
     if original.raw["original_max_position_embeddings"] is not None:
         length = original.integer("original_max_position_embeddings", 1)
@@ -258,7 +258,8 @@ def _with_bands(fields: Fields, block: Fields, rope: Rope) -> Rope:
 def inverse_frequencies(
     rope: Rope, head_dim: int, max_position_embeddings: int
 ) -> tuple[Tensor, float]:
-    """The frequency of each pair of dimensions, and the factor of cosine and sine.
+    """The frequency of each pair of dimensions, and the attention factor, by which cosine and sine
+    are multiplied.
 
     Returns:
         float32 `[head_dim / 2]` on the CPU, in radians per position, and the attention factor (1.0
@@ -289,8 +290,8 @@ def inverse_frequencies(
 
 
 def _llama3(rope: Rope, frequencies: Tensor, factor: float, original: int) -> Tensor:
-    """Slow pairs are interpolated, fast ones kept, and those between are blended by their turns in
-    `original`."""
+    """Llama 3.1's frequencies: slow pairs are interpolated, fast ones kept, and those between are
+    blended by their number of turns within the original context."""
     turns = original / (2 * math.pi / frequencies)
     keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(
         0, 1
@@ -311,20 +312,20 @@ def _yarn(rope: Rope, periods: Tensor, factor: float, original: int, head_dim: i
         high = math.ceil(high)
     low = max(low, 0)
     high = min(high, head_dim - 1)
-    # transformers' widening of an empty band, so that the ramp has a slope.
+    # An empty band is widened as in transformers, so that the ramp has a slope.
     if high != low:
         width = high - low
     else:
         width = (high + 0.001) - low
     steps = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
-    # The rounding of `1 - (1 - x)` is transformers', and the last bit of its values depends on it.
+    # `1 - (1 - x)` rather than `x`, as in transformers: its rounding decides the last bit.
     keep = 1 - ((steps - low) / width).clamp(0, 1)
     return 1.0 / (factor * periods) * (1 - keep) + 1.0 / periods * keep
 
 
 def _yarn_attention_factor(rope: Rope, factor: float) -> float:
-    """`0.1 ln(factor) + 1`, section 3.4 of arXiv 2309.00071, or the ratio of two such terms with
-    the mscales."""
+    """`0.1 ln(factor) + 1` (section 3.4 of arXiv 2309.00071), or the ratio of two such terms
+    weighted by the mscales."""
     if rope.attention_factor is not None:
         return rope.attention_factor
 
@@ -368,8 +369,8 @@ def rope_tables(
 
 
 def mrope_position_delta(positions: Tensor) -> int:
-    """The distance from the places of the tokens after a prompt to their positions: these continue
-    after the largest position in the prompt.
+    """The number to add to the place of a token after the prompt to get its position: positions
+    continue after the largest one in the prompt.
 
     Args:
         positions: [3, n], the positions of the whole prompt.
@@ -384,10 +385,10 @@ def mrope_positions(state: State, batch: Batch, resolved: ResolvedBatch) -> Tens
     """The position of each token in time, height and width: [num_tokens, 3] int64, without a host
     read.
 
-    The tokens of a prompt have the positions that the batch gives. The tokens after it have, in all
-    three dimensions, their place in the request plus the request's delta, which the state holds; so
-    a decode batch names rows alone. The delta of a request of text is 0, and three equal positions
-    turn a head as one does.
+    The tokens of a prompt have the positions in the batch. The position of a later token is, in all
+    three dimensions, its place in the request plus the request's delta. The state holds the delta,
+    so a decode batch needs only rows. A request of text alone has the delta 0, and three equal
+    positions rotate a head as a single one does.
     """
     owner, _ = batch.owners()
     in_order = (resolved.positions + state.mrope_position_deltas[batch.rows[owner]])[:, None]
@@ -400,8 +401,8 @@ def mrope_positions(state: State, batch: Batch, resolved: ResolvedBatch) -> Tens
 def position_fault(
     batch: Batch, x: IntermediateTensors | None, has_mrope: bool
 ) -> tuple[str, str] | None:
-    """The fault of inputs of the first stage at another stage, of positions in a model without
-    mRoPE, and of an `x` that lacks them; and what to pass instead.
+    """A problem with positions and its remedy, or None: inputs of the first stage at a later stage,
+    positions in a model without mRoPE, or an `x` without positions in a model with mRoPE.
 
     Args:
         x: the intermediate tensors from the stage before.

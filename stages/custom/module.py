@@ -273,7 +273,8 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def _locks_of(parts: list[Any]) -> list["RLock"]:
-    """The locks of all parts of a module, in a global order; parts without a lock share one."""
+    """The locks of all parts of a module, in a global order. Parts without a lock get the first of
+    them, or a new one if there is none."""
     new = threading.RLock()
     locks = {id(lock): lock for part in parts if (lock := _lock_of(part)) is not None} or {
         id(new): new

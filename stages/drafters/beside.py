@@ -1,5 +1,5 @@
-"""Whole models that read the tokens of another in its steps, with pages of their own: models
-beside, and drafters."""
+"""Whole models that read the same tokens as another one, in its steps, with KV pages of their own:
+models in `beside`, and draft models."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -29,9 +29,12 @@ Read = Callable[[DecoderParams, Tensor, ResolvedBatch], tuple[Tensor, Tensor]]
 
 
 def reader(config: ModelConfig, functions: StageFunctions, device: torch.device) -> Read:
-    """A second, whole model in a step, whose parameters are on `device`: it reads the same tokens,
-    and keeps keys and values in pages of its own, at the places of the first model's. An embedded
-    token, which has no id, it reads as token 0; a prompt of images as text."""
+    """A second, whole model in a step, whose parameters are on `device`.
+
+    It reads the same tokens, and keeps keys and values in pages of its own, at the same places as
+    the first model. A token that is given as an embedding has no id, and is read as token 0;
+    a prompt with images is read as text.
+    """
     frequencies, factor = inverse_frequencies(
         config.rope, config.head_dim, config.max_position_embeddings
     )
@@ -62,7 +65,7 @@ def reader(config: ModelConfig, functions: StageFunctions, device: torch.device)
 def readers_beside(
     models: Mapping[str, tuple[ModelConfig, DecoderParams, StageFunctions]], device: torch.device
 ) -> Beside:
-    """The models that read beside a last stage, by name; their parameters are on `device`."""
+    """A function that runs the models beside a last stage, with their parameters on `device`."""
     reads = {
         name: reader(config, functions, device) for name, (config, _, functions) in models.items()
     }
@@ -87,7 +90,7 @@ def _logits_at(
 
 
 def check_beside(call: str, model: Any, beside: Mapping[str, Any]) -> None:
-    """Raise ProgramError for what is not a `Model` that can read beside this one."""
+    """Raise ProgramError unless each of these is a `Model` that can run beside this one."""
     size = model.config.vocab_size
     kind = type(model)
     vocabulary = f"of {size} tokens, whose functions read no extras"

@@ -1,8 +1,8 @@
-"""Drafters, and a first stage that drafts: the drafts replace the batch's sentinels.
+"""Drafters, and a first stage that drafts.
 
-A drafter is `(params, state, batch) -> batch`. It runs on the device, inside the step, as a part of
-its graph. The drafts do not change the tokens that are generated (`weft.stages.head`), only the
-number of steps.
+A drafter is `(params, state, batch) -> batch`; it replaces the batch's sentinels by drafts. It runs
+on the device, inside the step, as a part of its graph. The drafts do not change the generated
+tokens (`weft.stages.head`), only the number of steps.
 """
 
 from collections.abc import Callable
@@ -35,14 +35,14 @@ DraftingStage = Callable[
 
 
 def drafted(stage: Callable[..., Any], drafter: Drafter) -> DraftingStage:
-    """A first stage that calls a drafter on its batch first.
+    """A first stage that begins by calling a drafter on its batch.
 
     Args:
         stage: from `decoder_stage(..., num_drafts=...)`.
-        drafter: from `ngram_drafter` or `model_drafter`, or your own.
+        drafter: from `ngram_drafter` or `model_drafter`, or a custom one.
 
     Returns:
-        A stage whose params are the pair of the stage's and the drafter's.
+        A stage whose params are the pair (params of the stage, params of the drafter).
     """
 
     @donates("state")
@@ -60,9 +60,9 @@ def drafted(stage: Callable[..., Any], drafter: Drafter) -> DraftingStage:
 
 
 def fill_in(state: State, batch: Batch, drafts: Tensor) -> Batch:
-    """The batch with drafts in the place of its sentinels. A sentinel stays where no draft is
-    allowed: at the very last token of a request, and in a request with penalties, where each token
-    changes the distribution of the next.
+    """The batch with drafts in place of its sentinels. A sentinel stays where no draft is allowed:
+    at the very last token of a request, and in a request with penalties, where each token changes
+    the distribution of the next.
 
     Args:
         drafts: [num_reqs, k] int64, in order; negative: no draft.
@@ -78,12 +78,12 @@ def fill_in(state: State, batch: Batch, drafts: Tensor) -> Batch:
 
 
 def ngram_drafter(num_drafts: int, shortest: int, longest: int) -> Drafter:
-    """Prompt lookup: the tokens that followed an earlier occurrence of a request's last tokens
-    (`weft.ops.sampling.ngram.find_drafts`).
+    """Prompt lookup: drafts are the tokens that followed an earlier occurrence of a request's last
+    tokens (`weft.ops.sampling.ngram.find_drafts`).
 
     Args:
         num_drafts: the most drafts of a request in a batch.
-        shortest, longest: the number of last tokens to look up.
+        shortest, longest: the least and the most last tokens to look up.
     """
 
     def look_up(params: None, state: State, batch: Batch) -> Batch:
@@ -108,15 +108,15 @@ def model_drafter(
     """A draft model of the same vocabulary, which runs whole before the stage's own layers.
 
     It drafts one token after another, each with the request's temperature and noise: such drafts
-    are right more often than independent draws (Daliri et al., as in `weft.stages.head`). Where its
-    logits are NaN it drafts no more in this step. Then it reads the tokens that the stage reads:
-    its cache, in the same pages, holds the same tokens.
+    are right more often than independent samples (Daliri et al., as in `weft.stages.head`). After
+    NaN logits, it drafts no more in this step. Then it reads the tokens that the stage reads, so
+    that its cache, at the same places, holds the same tokens.
 
     Args:
         num_drafts: the most drafts of a request in a batch.
-        config: the draft model's; its params are the drafter's.
-        functions: the draft model's, of one's own.
-        device: of the draft model's parameters.
+        config: the draft model's configuration; the drafter's params are the draft model's.
+        functions: the draft model's custom functions.
+        device: the device of the draft model's parameters.
     """
     read_with = reader(config, functions, torch.device(device))
 
@@ -160,6 +160,7 @@ def model_drafter(
             filled = fill_in(state, batch, _numbers(drafts, logprobs))
         else:
             filled = batch
+        # Once more, for the keys and values of the last draft, and of sentinels that stayed.
         read(params, state, filled)
         return filled
 
@@ -167,8 +168,8 @@ def model_drafter(
 
 
 def _numbers(drafts: list[Tensor], logprobs: list[Tensor]) -> Tensor:
-    """The drafts [num_reqs, k]; none from the first that was drawn from NaN logits. A NaN that a
-    wrong draft leaves in the model's cache would reach the tokens before it too."""
+    """The drafts [num_reqs, k]; none from the first one that was sampled from NaN logits. A NaN
+    that a wrong draft leaves in the model's cache would reach the tokens before it, too."""
     return torch.stack(drafts, 1).masked_fill(torch.stack(logprobs, 1).cumsum(1).isnan(), DRAFT)
 
 
