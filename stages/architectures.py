@@ -1,9 +1,9 @@
 """The architectures that weft knows: a table with a row for each, and the fields of their
 config.json.
 
-To add an architecture, add a row to `ARCHITECTURES`. The layers are those of `weft.stages.decoder`;
-where architectures differ, `weft.stages.config.ModelConfig` has a field. An architecture that
-computes something new needs a field there, and the computation in the decoder.
+To add an architecture, add a row to `ARCHITECTURES`. All share the layers of
+`weft.stages.decoder`; where they differ, `weft.stages.config.ModelConfig` has a field. An
+architecture that computes something new needs a new field, and the computation in the decoder.
 """
 
 import warnings
@@ -17,7 +17,7 @@ from weft.arguments.json_text import Fields
 from weft.errors import ConfigWarning
 from weft.stages.attention.rope import Rope, unknown_rope_keys
 
-# The values at which each field changes nothing.
+# For each field, the values at which it changes nothing.
 Allowed = Mapping[str, tuple[Any, ...]]
 _SHOWN = 16
 _OF_THE_WHOLE = ("architectures", "model_type")
@@ -25,24 +25,24 @@ _OF_THE_WHOLE = ("architectures", "model_type")
 
 @attrs.frozen
 class Architecture:
-    """The properties that set an architecture apart from the others.
+    """The properties that distinguish an architecture from the others.
 
     Args:
         model_type: its name in a config.json.
-        defaults: the values that transformers (5.23) takes where a file is silent, by the names in
-            a config.json.
-        rope: the rotary embedding that it takes there.
-        fields: the fields that it has beside the common ones.
-        neutral_at: as `NEUTRAL_AT`, for this architecture alone.
+        defaults: the defaults of transformers (5.23) for missing fields, by their names in a
+            config.json.
+        rope: the default rotary embedding.
+        fields: the fields that it has besides the common ones.
+        neutral_at: like `NEUTRAL_AT`, for this architecture only.
         text_types: the values of `model_type` in a file's `text_config`, the usual one first;
             empty: its files have no `text_config`.
-        qkv_bias_only: whether q, k and v have a bias, and nothing else has, whatever a file says.
+        qkv_bias_only: whether q, k and v have a bias and nothing else does, whatever a file says.
         qk_norm: whether queries and keys are normalised, one head at a time.
         experts: whether layers have a mixture of experts.
-        windows: the layers whose attention slides where `sliding_window` counts: `some`, those of
-            `layer_types`, or all from `max_window_layers` on; `all`; empty: the architecture has no
-            such layers.
-        window_switch: whether `sliding_window` counts only where `use_sliding_window` is true.
+        windows: the layers with a sliding window, if `sliding_window` is in effect. `some`: those
+            that `layer_types` names, or all from `max_window_layers` on; `all`: every layer; empty:
+            none, in this architecture.
+        window_switch: whether `sliding_window` is in effect only if `use_sliding_window` is true.
         other_tensors: prefixes of the names of tensors that are not the decoder's.
     """
 
@@ -75,15 +75,15 @@ _QWEN_DEFAULTS: Mapping[str, Any] = {
     "max_position_embeddings": 32_768,
     "num_key_value_heads": 32,
 }
-# Qwen2 has its biases, Qwen3 its norms, and every Qwen an MLP without biases; a file may only
-# agree.
+# Qwen2 always has its biases, Qwen3 its norms, and every Qwen an MLP without biases; a file that
+# says otherwise is refused.
 _QWEN2_BIASES: Allowed = {"attention_bias": (True,), "mlp_bias": (False,)}
 _MISTRAL_BIASES: Allowed = {"attention_bias": (False,), "mlp_bias": (False,)}
 _QWEN3_FIXED: Allowed = {"mlp_bias": (False,), "use_qk_norm": (True, None)}
 _WINDOW_FIELDS = frozenset({"use_sliding_window", "max_window_layers"})
-# The `sliding_window` of transformers where a file is silent.
+# The default of transformers for a missing `sliding_window`.
 _WINDOW = 4096
-# The fields that an architecture with experts has beside the common ones.
+# The fields that an architecture with experts has besides the common ones.
 MOE_FIELDS = frozenset(
     {
         "num_experts",
@@ -200,7 +200,7 @@ _USED = """
 """
 USED = frozenset(_USED.split())
 
-# Fields that cannot change what a decoder computes at inference, by the reason.
+# Fields that cannot change what a decoder computes at inference, grouped by the reason.
 _NEUTRAL_BY_REASON: Mapping[str, str] = {
     "a note about the file or its tools": (
         """_name_or_path name_or_path _model_name_or_path _commit_hash
@@ -262,8 +262,8 @@ _ELSEWHERE: Sequence[tuple[tuple[Any, ...], str]] = (
     ((None, "rope", "rotary"), "position_embedding_type"),
 )
 
-# Fields that change nothing at these values, and that ask for something weft does not do at any
-# other.
+# Fields that change nothing at these values, and at any other value ask for something that weft
+# does not support.
 NEUTRAL_AT: Allowed = {name: values for values, names in _ELSEWHERE for name in names.split()} | {
     "hidden_act": ("silu", "swish"),
     "use_sliding_window": (False,),
@@ -288,8 +288,7 @@ def supported() -> str:
 
 
 def architecture_of(fields: Fields) -> str:
-    """The single name in `architectures`, or the one that `model_type` stands for if
-    `architectures` is missing.
+    """The single name in `architectures`; if that is missing, the architecture of `model_type`.
 
     Raises:
         ConfigError: an architecture that weft does not know, or two fields that disagree.
@@ -318,8 +317,8 @@ def architecture_of(fields: Fields) -> str:
 def decoder_fields(fields: Fields, architecture: str) -> Fields:
     """The fields of the text decoder.
 
-    In an architecture with `text_types` they stand in `text_config` and beside it (transformers 5),
-    or all in one object (the files of the models as they were published).
+    In an architecture with `text_types`, they are in `text_config` and beside it (transformers 5),
+    or all in one object (the files as published).
 
     Raises:
         ConfigError: a `text_config` that is not an object, or that contradicts the fields beside
@@ -342,8 +341,8 @@ def decoder_fields(fields: Fields, architecture: str) -> Fields:
 
 
 def check_every_field(fields: Fields, architecture: str, strict: bool) -> None:
-    """Refuse each field that asks for something weft does not do, and report the unknown ones: in a
-    warning, or in an error if `strict`.
+    """Refuse each field that asks for something that weft does not support, and report unknown
+    fields: in a warning, or in an error if `strict`.
 
     Raises:
         ConfigError: there is such a field.
@@ -354,6 +353,7 @@ def check_every_field(fields: Fields, architecture: str, strict: bool) -> None:
     for name, value in fields.raw.items():
         if name in neutral_at and name not in spec.fields:
             allowed = neutral_at[name]
+            # Types are compared, too, as `False == 0` and `True == 1`.
             holds = any(type(value) is type(one) and value == one for one in allowed)
             fields.check(
                 holds, name, f"weft supports {name}={allowed[0]!r} in {architecture}, or no {name}"
@@ -379,8 +379,8 @@ def check_every_field(fields: Fields, architecture: str, strict: bool) -> None:
 
 
 def layer_windows(fields: Fields, spec: Architecture, num_layers: int) -> tuple[int, ...]:
-    """How many of the last positions the attention of each layer sees, 0: all; empty if all layers
-    see all.
+    """The number of last positions that the attention of each layer sees; 0: all. Empty if every
+    layer sees all positions.
 
     Raises:
         ConfigError: kinds of layers, or a window, that the architecture does not have.

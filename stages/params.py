@@ -170,6 +170,6 @@ def head_fault(params: DecoderParams, is_tied: bool) -> tuple[str, str] | None:
 
 
 def num_bytes(params: DecoderParams) -> int:
-    """The memory of the tensors in bytes; a tensor that occurs twice counts once."""
+    """The memory of the tensors in bytes; one that occurs twice, as a tied head, counts once."""
     tensors = [leaf for leaf in tree_leaves(params) if isinstance(leaf, Tensor)]
     return sum({(t.device, t.data_ptr(), t.nbytes): t.nbytes for t in tensors}.values())

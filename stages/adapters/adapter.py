@@ -38,7 +38,7 @@ _USED = {
     "layers_to_transform",
     "layers_pattern",
 }
-# Fields for training, for its start, or for bookkeeping alone.
+# Fields that matter only to training, to its initial values, or to bookkeeping.
 _NEUTRAL = {
     "task_type",
     "auto_mapping",
@@ -58,8 +58,8 @@ _NEUTRAL = {
 }
 _NEUTRAL_AT: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none",),
-    # These leave the base model's weights as they are; others subtract the adapter's first values
-    # from them.
+    # These leave the base model's weights unchanged; other methods subtract the adapter's initial
+    # values from them.
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
 _OFF: tuple[Any, ...] = (None, False, [], {}, "")
@@ -76,14 +76,14 @@ _RULES: dict[str, Rule] = {
 @pytree
 @attrs.frozen(eq=False)
 class Adapter:
-    """A LoRA adapter: the pair of matrices that it adds to each linear layer. Its leaves are the
-    matrices, which may be trained, in place or by a new tree.
+    """A LoRA adapter: the pair of matrices that it adds to each linear layer. The matrices are the
+    leaves of the tree; they may be trained, in place or as a new tree.
 
     Args:
-        deltas: for each linear layer that it changes, by transformers' name
-            (`model.layers.3.self_attn.q_proj`), the matrices `a [rank, in]` and `b [out, rank]`,
-            float32, with the scaling in b: `b @ (a @ x)` is added.
-        path: the folder that it came from.
+        deltas: a dict from transformers' name of each linear layer that it changes
+            (`model.layers.3.self_attn.q_proj`) to the matrices `a [rank, in]` and `b [out, rank]`,
+            float32. The scaling is part of b: `b @ (a @ x)` is added.
+        path: the folder that it was loaded from.
         origin: digests of the files that it was loaded from; None if it was not loaded.
     """
 
@@ -95,8 +95,8 @@ class Adapter:
 
     @property
     def weights(self) -> str:
-        """A digest that the ranks of a pipeline compare: of the files, and whether 4 values of each
-        matrix still are those of the files; without files, of these values."""
+        """A digest that the ranks of a pipeline compare: of the files, with a note if any of 4
+        values sampled from each matrix has changed; without files, of the sampled values."""
         if self.origin is None:
             return digest_params(self.deltas)
         return self.origin.describe(self.deltas)
@@ -115,14 +115,14 @@ class LoraConfig:
     """An adapter_config.json: which linear layers a LoRA changes, and how.
 
     Args:
-        rank, alpha: for layers that no pattern names.
+        rank, alpha: the rank and alpha of layers that no pattern matches.
         use_rslora: whether the scaling is alpha / sqrt(rank) (Kalajdzievski, 2023, arXiv
             2312.03732), not alpha / rank.
-        rank_pattern, alpha_pattern: for layers whose names an expression matches; the first match
-            counts.
+        rank_pattern, alpha_pattern: the ranks and alphas of layers whose names match an expression;
+            the first match counts.
         targets, excluded: ends of names, or an expression that matches whole names.
         layers: the decoder layers that are changed; None: all.
-        in_layers: matches the names of modules in a list of layers.
+        in_layers: an expression that matches the names of modules in a list of layers.
     """
 
     rank: int
@@ -140,7 +140,7 @@ class LoraConfig:
         return next((rank for key, rank in self.rank_pattern if key.matches(name)), self.rank)
 
     def scaling_of(self, name: str) -> float:
-        """The factor of `b @ a`."""
+        """The factor by which `b @ a` is multiplied."""
         alpha = next((alpha for key, alpha in self.alpha_pattern if key.matches(name)), self.alpha)
         rank = self.rank_of(name)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
@@ -164,8 +164,8 @@ def _is_in(name: str, names: Names) -> bool:
 
 
 def parse_lora(raw: Mapping[str, Any], call: str) -> LoraConfig:
-    """Read the object of an adapter_config.json: every field is used, neutral, switched off, or
-    refused.
+    """Read the object of an adapter_config.json. Every field is either used, neutral, switched off,
+    or refused.
 
     Raises:
         ConfigError: a field that weft does not support, named with its value; a value of the wrong
@@ -260,20 +260,20 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Adapter:
     `save_pretrained` writes them.
 
     An adapter may change any linear layer of attention and of feed-forward blocks, but not experts.
-    If the model is one stage of a pipeline, only that stage's layers are read. Values are float32;
-    the computation is in the dtype of the model's activations.
+    If the model is one stage of a pipeline, only that stage's layers are read. Values are loaded as
+    float32; the computation is in the dtype of the model's activations.
 
     Args:
         model: the base model of the adapter.
         folder: a local folder.
 
     Raises:
-        CheckpointNotFoundError: no folder, or one of the two files is missing.
+        CheckpointNotFoundError: there is no such folder, or one of the two files is missing.
         ConfigError: adapter_config.json has a field that weft does not support: another kind of
             adapter, a bias, DoRA, modules that are saved whole.
         CheckpointError: a file is damaged; a tensor is missing, of another shape than the model and
-            the configuration say, or of something that weft does not adapt.
-        RequestError: no model, or no folder.
+            the configuration say, or of a module that weft does not adapt.
+        RequestError: `model` is not a model, or `folder` is not a path.
     """
     check_values("weft.load_adapter(model, folder)", _RULES, {"model": model, "folder": folder})
     call = f"weft.load_adapter({model!r}, {os.fspath(folder)!r:.300})"
@@ -307,7 +307,7 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Adapter:
 
 
 def _changed(config: LoraConfig, names: Iterable[str], call: str) -> dict[str, tuple[int, float]]:
-    """The rank and the scaling of each of these linear layers that has a pair of matrices."""
+    """The rank and the scaling of each of these linear layers that the adapter changes."""
     try:
         if pairs := {
             n: (config.rank_of(n), config.scaling_of(n)) for n in names if config.changes(n)
@@ -318,7 +318,8 @@ def _changed(config: LoraConfig, names: Iterable[str], call: str) -> dict[str, t
             "an adapter of the model's own q, k, v, o, gate, up or down projections, none of"
             " experts"
         )
-    except ConfigError as error:  # an expression that takes too many steps
+    # An expression of the file that takes too many steps to match.
+    except ConfigError as error:
         problem = f"has {error.call}, and {error.problem}"
         instead = error.instead
     raise ConfigError(call, f"{_CONFIG} {problem}", instead)

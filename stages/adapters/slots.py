@@ -23,14 +23,13 @@ def with_adapters(
     *,
     shard: Share = WHOLE,
 ) -> DecoderParams:
-    """A stage's parameters with one slot for each adapter, in order; the same parameters if there
-    are none.
+    """A stage's parameters with one slot for each adapter, in order; unchanged if there are none.
 
     Args:
-        params: the stage's; the result shares their tensors.
-        config, layout: the model's, and the stage's.
+        params: the stage's parameters; the result shares their tensors.
+        config, layout: the model's configuration, and the stage's layout.
         adapters: from `load_adapter`.
-        shard: the rank's share of each layer that the parameters are.
+        shard: the rank's share of each layer that `params` has.
     """
     if not adapters:
         return params
@@ -57,12 +56,12 @@ def reserve_slots(
     """A stage's parameters with empty slots for adapters.
 
     Args:
-        params: the stage's; the result shares their tensors.
-        config, layout: the model's, and the stage's.
+        params: the stage's parameters; the result shares their tensors.
+        config, layout: the model's configuration, and the stage's layout.
         num_slots: at least 1.
         rank: the greatest rank of an adapter.
         names: the linear layers that adapters may change, as in `Adapter.deltas`; None: all.
-        shard: the rank's share of each layer that the parameters are.
+        shard: the rank's share of each layer that `params` has.
     """
     layers = []
     for index, layer in zip(layout.layers, params.layers, strict=True):
@@ -86,7 +85,8 @@ def _empty(
     weight: Tensor = getattr(layer, f"{product}_proj")
     rows, columns = weight.shape
     starts = [part.start for part in parts]
-    # Adapters of weights in FP8 have the dtype of the activations, which is that of the norms.
+    # Not the weight's dtype: for weights in FP8, adapters have the dtype of the activations, which
+    # is that of the norms.
     like = layer.input_layernorm
     return LoraWeights(
         like.new_zeros(num_slots, len(starts), rank, columns),
@@ -105,14 +105,14 @@ def write_slot(
     shard: Share = WHOLE,
 ) -> None:
     """Write an adapter into a slot of a stage's parameters, in place. Captured graphs replay with
-    the new adapter; none is captured again. The slot's old values are lost.
+    the new adapter, without a new capture. The slot's old values are lost.
 
     Args:
-        params: the stage's, with slots.
-        config, layout: the model's, and the stage's.
-        slot: its number. No running request may use it.
-        adapter: None: empty the slot.
-        shard: the rank's share of each layer that the parameters are.
+        params: the stage's parameters, with slots.
+        config, layout: the model's configuration, and the stage's layout.
+        slot: the index of the slot. No running request may use it.
+        adapter: the adapter; None: empty the slot.
+        shard: the rank's share of each layer that `params` has.
 
     Raises:
         RequestError: no such slot, a rank that is too great, or a linear layer that has no slots.
@@ -120,12 +120,15 @@ def write_slot(
     check_slot(params, config, layout, slot, adapter)
     slots = _slots(params, config, layout, shard)
     deltas = _deltas(layout, adapter)
+    # All slots of this index, as the old adapter may have changed other layers, or had a greater
+    # rank.
     for lora, _, _ in slots.values():
         lora.a[slot].zero_()
         lora.b[slot].zero_()
     for name, (a, b) in deltas.items():
         lora, place, part = slots[name]
-        if part.slices:  # the share of the product `b @ a` with the rank's rows and columns
+        if part.slices:
+            # The rank's rows and columns of the product `b @ a`.
             rows, columns = part.slices
             a = a[:, columns]
             b = b[rows]
@@ -179,8 +182,8 @@ def _deltas(layout: StageLayout, adapter: Adapter | None) -> dict[str, tuple[Ten
 def stage_params(
     model: Model, layouts: Sequence[StageLayout], adapters: Sequence[Adapter] = ()
 ) -> tuple[DecoderParams, ...]:
-    """The parameters of stages, with a slot for each adapter: parts of a whole model, or a model
-    that is one stage.
+    """The parameters of stages, with a slot for each adapter, from a whole model or from a model
+    that is the stage itself.
 
     Raises:
         ProgramError: the model is another stage.

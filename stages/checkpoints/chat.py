@@ -1,5 +1,4 @@
-"""Chats as prompts, by the template that a checkpoint brings: Jinja, in a sandbox, as transformers
-runs it."""
+"""Chats as prompts, by a checkpoint's chat template: Jinja in a sandbox, as in transformers."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -29,11 +28,11 @@ _RULES: dict[str, Rule] = {
 
 @attrs.frozen
 class ChatTemplate:
-    """A checkpoint's template.
+    """A checkpoint's chat template.
 
     Args:
-        source: in Jinja.
-        special_tokens: the texts that it names, such as `bos_token`.
+        source: the template in Jinja.
+        special_tokens: the texts of the special tokens that it may use, such as `bos_token`.
     """
 
     source: str = attrs.field(repr=False)
@@ -45,12 +44,12 @@ class ChatTemplate:
         """The messages as one text.
 
         Args:
-            messages: each with a `role` and a `content`.
+            messages: dicts, each with a `role` and a `content`.
             add_generation_prompt: end with the beginning of the assistant's answer.
-            variables: others that the template reads, such as `tools` or `enable_thinking`.
+            variables: other variables of the template, such as `tools` or `enable_thinking`.
 
         Raises:
-            RequestError: these are no messages, or the template refuses them.
+            RequestError: `messages` are not messages, or the template refuses them.
 
         >>> template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ end }}")
         >>> template.render([{"role": "user", "content": "Hello"}], end="</s>")
@@ -63,11 +62,12 @@ class ChatTemplate:
 def render_chat(
     template: ChatTemplate, call: str, messages: Messages, variables: Mapping[str, Any]
 ) -> str:
-    """As `ChatTemplate.render`; errors name `call`."""
+    """Like `ChatTemplate.render`; errors name `call`."""
     values = template_values(template, call, messages, variables)
     try:
         return str(compiled(template.source).render(values))
-    except Exception as error:  # a template is a program that somebody else wrote
+    # Any exception: a template is a program that somebody else wrote.
+    except Exception as error:
         raise refused_by_template(call, said(error)) from error
 
 
@@ -77,7 +77,7 @@ def template_values(
     """All values that a template reads.
 
     Raises:
-        RequestError: these are no messages, or a variable has the name of another value.
+        RequestError: `messages` are not messages, or a variable has the name of another value.
     """
     check_values(call, _RULES, {"messages": messages})
     reserved = [name for name in variables if name == "messages" or name in template.special_tokens]
@@ -95,7 +95,7 @@ def template_values(
 
 
 def refused_by_template(call: str, problem: str) -> RequestError:
-    """The error of a template that raised."""
+    """The error for a template that raised."""
     return RequestError(
         call, problem, 'messages that it takes, as in [{"role": "user", "content": "Hello"}]'
     )
@@ -131,7 +131,7 @@ def read_chat_template(folder: Path, call: str) -> ChatTemplate | None:
 
 
 def _default_of(template: Any) -> str | None:
-    """The template, or of several named ones that of the name `default`."""
+    """The template; if there are several, the one named `default`."""
     if isinstance(template, list):
         named = {
             entry.get("name"): entry.get("template")

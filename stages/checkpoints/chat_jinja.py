@@ -1,10 +1,10 @@
-"""A chat template's Jinja: the environment in which it runs, and a process that renders for another
-one.
+"""Jinja for chat templates: the environment in which a template runs, and a process that renders
+chats for another process.
 
 A template is a program, and a loop in it cannot be interrupted from within its process. `python -P
-chat_jinja.py FD` renders each chat that it is sent in a process of its own, which ends when it is
-told to, or by itself if it takes too long. It imports nothing of weft, so that it is small: a copy
-of it is made in two milliseconds.
+chat_jinja.py FD` forks a process for each chat that it receives. That process ends when it is told
+to, or by itself if it takes too long. This file imports nothing of weft, so that the process is
+small, and a fork takes two milliseconds.
 """
 
 import contextlib
@@ -27,28 +27,28 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 LENGTH = struct.Struct("!Q")
 COMMAND = struct.Struct("!cQ")
-# Between two looks at the processes that have ended.
+# The interval at which ended processes are reaped.
 _REAP_SECONDS = 0.5
-# Characters of a rendered chat, in a process for it.
+# The most characters of a rendered chat, in a process for it.
 MAX_CHARS = 2**24
-# Memory of that process.
+# The memory limit of that process.
 _MAX_BYTES = 2**30
-# Seconds of a processor in which chats are rendered; what takes longer gives way to everything
-# else.
+# The CPU time in which a chat is usually rendered; a process that takes longer gets the lowest
+# priority.
 _QUICK_SECONDS = 0.1
 
 
 class Stream(Protocol):
-    """A stream of bytes, which is read, written, or both."""
+    """A stream of bytes for reading, writing, or both."""
 
     def read(self, size: int, /) -> bytes:
-        """So many bytes, or fewer at the end."""
+        """Read `size` bytes, or fewer at the end."""
 
     def write(self, raw: bytes, /) -> object:
-        """Write them."""
+        """Write these bytes."""
 
     def flush(self) -> None:
-        """Send them."""
+        """Send the bytes written so far."""
 
 
 class _Refused(Exception):
@@ -82,7 +82,7 @@ def _to_json(
 
 @functools.cache
 def compiled(source: str) -> Any:
-    """A template, in a sandbox with what transformers gives it."""
+    """A compiled template, in a sandbox with the functions that transformers provides."""
     extensions = [_Generation, loopcontrols]
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=extensions
@@ -94,24 +94,24 @@ def compiled(source: str) -> Any:
 
 
 def said(error: BaseException) -> str:
-    """What a template raised, in words."""
+    """The text for an error that a template raised."""
     return f"the checkpoint's chat template raised {type(error).__name__}: {error!s:.300}"
 
 
 def packed(message: Mapping[str, Any]) -> bytes:
-    """JSON after its length."""
+    """The message as JSON, preceded by its length."""
     raw = json.dumps(message).encode()
     return LENGTH.pack(len(raw)) + raw
 
 
 def write_message(stream: Stream, message: Mapping[str, Any]) -> None:
-    """Write it."""
+    """Write a message, and send it."""
     stream.write(packed(message))
     stream.flush()
 
 
 def read_message(stream: Stream) -> dict[str, Any] | None:
-    """Read it; None at the end."""
+    """Read a message; None at the end of the stream."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None
@@ -138,7 +138,7 @@ def _rendered(source: str, variables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _limit_memory() -> None:
-    """Limit the memory of this process and of its copies."""
+    """Limit the memory of this process and of its forks."""
     import resource
 
     with contextlib.suppress(ValueError, OSError):
@@ -146,16 +146,16 @@ def _limit_memory() -> None:
 
 
 def _limit_time(seconds: float) -> None:
-    """Limit the time of this process, and how long it goes before everything else of the machine."""
+    """Limit the time of this process, and lower its priority after `_QUICK_SECONDS`."""
+    # ITIMER_VIRTUAL counts CPU time, ITIMER_REAL wall time; SIGALRM ends the process by default.
     signal.signal(signal.SIGVTALRM, lambda *_: os.nice(19))
     signal.setitimer(signal.ITIMER_VIRTUAL, _QUICK_SECONDS)
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def _can_be_compiled(source: str, seconds: float) -> bool:
-    """Whether a template can be compiled within the limits, which a copy of this process tries:
-    constants such as `"a" * 10**10` are computed then. What is wrong with it is told with each
-    chat."""
+    """Whether a template can be compiled within the limits. A fork tries it, as the compiler
+    computes constants such as `"a" * 10**10`. If it fails, each chat reports the error."""
     pid = os.fork()
     if pid:
         return os.waitpid(pid, 0)[1] == 0
@@ -168,7 +168,7 @@ def _can_be_compiled(source: str, seconds: float) -> bool:
 
 
 def _render_one(source: str, seconds: float, connection: socket.socket) -> None:
-    """Render what a connection sends, and answer."""
+    """Render the chat that a connection sends, and send the answer."""
     with connection, connection.makefile("rwb") as stream:
         message = read_message(stream)
         if message is not None:
@@ -177,12 +177,15 @@ def _render_one(source: str, seconds: float, connection: socket.socket) -> None:
 
 
 def main() -> None:
-    """Render until the other end of a socket is closed. Its number is the first argument.
+    """Render chats until the other end of a socket is closed. The first argument is the socket's
+    file descriptor.
 
-    The standard input has the template, and the seconds of each chat. A command on the socket is a
-    letter and a number: `r` renders what comes from the socket that is sent with it, `k` ends that.
+    The standard input has the template, and the time limit of each chat in seconds. A command on
+    the socket is a letter and a number: `r` renders the chat from the socket that is sent with it,
+    and `k` kills the process of that number.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is its parent's
+    # An interrupt from the terminal is for the parent to handle.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _limit_memory()
     control = socket.socket(fileno=int(sys.argv[1]))
     start = read_message(sys.stdin.buffer)
@@ -190,7 +193,8 @@ def main() -> None:
     if start is None:
         return
     if _can_be_compiled(start["source"], start["seconds"]):
-        compiled(start["source"])  # here, so that the copies have it
+        # Cached before any fork, so that no fork compiles it again.
+        compiled(start["source"])
     while True:
         ready, _, _ = select.select([control], [], [], _REAP_SECONDS if children else None)
         for number, pid in [*children.items()]:
@@ -209,7 +213,8 @@ def main() -> None:
             pid = os.fork()
             if pid == 0:
                 control.close()
-                with contextlib.suppress(OSError):  # nobody waits any more
+                # An OSError means that nobody waits for the answer any more.
+                with contextlib.suppress(OSError):
                     _render_one(start["source"], start["seconds"], connection)
                 os._exit(0)
             children[number] = pid

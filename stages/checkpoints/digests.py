@@ -1,5 +1,5 @@
-"""Digests of a checkpoint's files and of parameters, by which ranks tell whether they hold parts of
-one model."""
+"""Digests of a checkpoint's files and of parameters, by which ranks check that they hold parts of
+the same model."""
 
 import hashlib
 from collections.abc import Iterable
@@ -12,40 +12,40 @@ from torch import Tensor
 
 from weft.trees import tree_leaves
 
+# The number of places in a checkpoint that a digest reads, and the bytes read at each.
 _SAMPLES = 512
-# Places in a checkpoint that a digest reads, and the bytes that it reads at each.
 _BYTES = 64
 _MAX_HEADER = 2**27
-# Values of a tensor that a digest reads.
+# The number of values of a tensor that a digest reads.
 _VALUES = 4
 
 
 @attrs.frozen
 class Origin:
-    """Digests of the checkpoint that parameters were loaded from, by which ranks that hold
-    different parts of a model tell whether it is one model.
+    """Digests of the checkpoint that parameters were loaded from. Ranks that hold different parts
+    compare them, to check that the model is the same.
 
     Args:
         checkpoint: a digest of the whole checkpoint.
-        params: a digest of the part that was loaded, at that time.
+        params: a digest of the loaded part, made when it was loaded.
     """
 
     checkpoint: str
     params: str
 
     def describe(self, params: Any) -> str:
-        """The checkpoint's digest, and whether the digest of the parameters has changed since."""
+        """The checkpoint's digest, with a note if the parameters have changed since loading."""
         changed = ", changed since it was loaded" * (digest_params(params) != self.params)
         return f"checkpoint {self.checkpoint}{changed}"
 
 
 def digest_files(folder: Path, files: Iterable[Path], header: int | None = None) -> str:
     """A digest of the files of a checkpoint: of their names, sizes and headers, and of 512 samples
-    of 64 bytes; small files such as JSON are read as a whole. It tells checkpoints apart, but not
-    files that differ in a few values.
+    of 64 bytes; small files such as JSON are read as a whole. It tells checkpoints apart, but may
+    miss a difference in a few values.
 
     Args:
-        header: bytes of each file's header; None: as a safetensors file says.
+        header: the size of each file's header in bytes; None: read it as in a safetensors file.
 
     Raises:
         OSError: a file cannot be read.
@@ -69,8 +69,8 @@ def digest_files(folder: Path, files: Iterable[Path], header: int | None = None)
 
 
 def digest_params(params: Any) -> str:
-    """A digest of the shapes, the dtypes and 4 values of each tensor in a tree. It reads the values
-    on the host."""
+    """A digest of the shapes, the dtypes and 4 values of each tensor in a tree. It copies these
+    values to the host."""
     tensors = [leaf.detach() for leaf in tree_leaves(params) if isinstance(leaf, Tensor)]
     hasher = hashlib.blake2b(digest_size=8)
     hasher.update(str([(tuple(x.shape), x.dtype) for x in tensors]).encode())

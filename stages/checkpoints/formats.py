@@ -144,16 +144,16 @@ def open_checkpoint(model: str | os.PathLike[str], call: str) -> Checkpoint:
 def load_config(path: str | os.PathLike[str], *, strict: bool = False) -> ModelConfig:
     """Read the configuration of a checkpoint: a folder, or a .gguf.
 
-    The tokens that end a generation come from generation_config.json if there is one, even if it
-    names none, as in transformers; otherwise from config.json. In a .gguf they are those that end a
-    text, a turn or a message.
+    As in transformers, the tokens that end a generation come from generation_config.json if there
+    is one, even if it names none; otherwise from config.json. In a .gguf, they are the tokens that
+    end a text, a turn or a message.
 
     Args:
         path: the folder, or the file.
         strict: as `parse_config` takes it.
 
     Raises:
-        CheckpointNotFoundError: no folder, or no config.json in it.
+        CheckpointNotFoundError: there is no such folder, or it has no config.json.
         CheckpointError: a .gguf that is damaged.
         ConfigError: what `parse_config` refuses, or a file that is not a JSON object.
     """
@@ -173,24 +173,24 @@ def load_params(
     """A stage's parameters from `model.safetensors`, from the shards that
     `model.safetensors.index.json` names, or from a .gguf.
 
-    Only the stage's own tensors are read, one by one, after every name, shape and dtype was
-    checked. On the CPU a tensor that needs no cast and is alone in its field is a view of the
-    mapped file: do not change the file while the parameters are in use. The tensors of a .gguf are
+    Every name, shape and dtype is checked first. Then only the stage's own tensors are read, one by
+    one. On the CPU, a tensor that needs no cast and is alone in its field is a view of the mapped
+    file: do not change the file while the parameters are in use. The tensors of a .gguf are
     unpacked to `dtype`.
 
     Args:
         path: a folder that transformers' `save_pretrained` wrote, or a .gguf.
         config: from `load_config(path)`.
-        layout: the stage: from `split_model(config, num_stages)` if an engine runs it, or from
-            `split_layers`.
+        layout: the stage's layout, from `split_model(config, num_stages)` if an engine runs it, or
+            from `split_layers`.
         dtype: the dtype of all tensors except those in FP8 and their scales; None: `config.dtype`.
         progress: whether to show a progress bar, one tick for each tensor.
 
     Raises:
         CheckpointNotFoundError: no folder, no safetensors, or a shard is missing.
         CheckpointError: a file is damaged; a tensor is missing, of another shape than the
-            configuration says, not a float (or not FP8 where it should be), packed in a way that is
-            not known, or not explained by the configuration.
+            configuration says, not a float (or not FP8 where it should be), packed in an unknown
+            way, or not explained by the configuration.
         ConfigError: a dtype that no decoder computes in.
         ProgramError: a layout for another number of layers.
         DeviceError: a device that is not there.

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors as a stage's parameters, those of a folder of safetensors."""
+"""A checkpoint's tensors as a stage's parameters, and the reader of a folder of safetensors."""
 
 import os
 import re
@@ -23,7 +23,7 @@ from weft.stages.layout import StageLayout, check_layout
 from weft.stages.params import DecoderParams, LayerParams
 from weft.stages.shares import WHOLE, Share, share_fields, share_rows
 
-# The number of rows of a matrix to compare at a time.
+# The number of rows compared at a time, when a tied head is checked against the embedding.
 _ROWS = 4096
 EMBED = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
@@ -31,7 +31,7 @@ HEAD = "lm_head.weight"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 FLOATS = ("F16", "BF16", "F32", "F64")
-# Buffers that old versions of transformers saved; they follow from the configuration.
+# Buffers that old versions of transformers saved, and that weft computes from the configuration.
 _NEUTRAL = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 _FP8 = "F8_E4M3"
 _RULES: dict[str, Rule] = {
@@ -48,11 +48,11 @@ class TensorReader(Protocol):
 
     def check(self, parts: Iterable[tuple[Part, Sequence[str]]]) -> None:
         """Raise CheckpointError unless the checkpoint has these parts of a stage, each in one of
-        the dtypes beside it (by safetensors' names), and no tensor that nothing explains."""
+        its dtypes (safetensors' names), and no tensor that the configuration does not explain."""
 
     def read(self, part: Part, dtype: torch.dtype, /) -> Tensor:
-        """The tensor of a part, or the share of it, on any device and in any dtype; a format that
-        has to convert it takes `dtype`."""
+        """The tensor of a part, or a share of it, on any device and in any dtype. A format that has
+        to convert the tensor converts it to `dtype`."""
 
 
 def read_params(
@@ -65,8 +65,8 @@ def read_params(
     shard: Share = WHOLE,
     progress: bool,
 ) -> DecoderParams:
-    """A stage's parameters, or a rank's share of them, from a reader, after every name, shape and
-    dtype was checked."""
+    """Read a stage's parameters, or a rank's share of them, after checking every name, shape and
+    dtype."""
     fields = dict(stage_fields(config, layout, shard))
     checks = []
     for field in fields.values():
@@ -91,11 +91,11 @@ class SafetensorsReader:
     """Reads the tensors of a folder of safetensors (`TensorReader`), each straight to the device.
 
     Args:
-        folder: of the checkpoint.
-        config: of the whole model.
-        device: of the tensors.
+        folder: the folder of the checkpoint.
+        config: the configuration of the whole model.
+        device: the device of the tensors.
         call: the call that the user wrote, for errors.
-        stack: closes the files.
+        stack: the stack that closes the files.
     """
 
     folder: Path
@@ -121,6 +121,7 @@ class SafetensorsReader:
         ):
             _check_tied(self._files, self.call)
         files = {part: self._files[part.name] for part in needed}
+        # Checked on the CPU, from the headers; opened on the device only for the read.
         with ExitStack() as stack:
             handles = _open_all(files.values(), "cpu", self.call, stack)
             for part, file in files.items():
@@ -146,6 +147,7 @@ def _fill(
 ) -> Tensor:
     """The field's tensor: its only part as it is, or a new tensor that holds all parts."""
     dtype = field.dtype or dtype
+    # A part that is the whole field is not copied: on the CPU it may stay a view of the file.
     if len(field.parts) == 1 and field.parts[0].shape == field.shape:
         return read(field.parts[0], dtype).to(device, dtype)
     whole = torch.zeros(field.shape, dtype=dtype, device=device)
@@ -160,8 +162,8 @@ class PartView:
     share of it. Writing to it changes the parameters.
 
     Args:
-        view: of the parameters.
-        part: of the checkpoint.
+        view: the view of the parameters.
+        part: the checkpoint's tensor.
     """
 
     view: Tensor
@@ -175,7 +177,7 @@ class PartView:
 def places(
     params: DecoderParams, config: ModelConfig, layout: StageLayout, shard: Share = WHOLE
 ) -> dict[str, PartView]:
-    """The places of the checkpoint's tensors in a stage's parameters, or in a rank's share of them,
+    """The views of the checkpoint's tensors in a stage's parameters, or in a rank's share of them,
     by transformers' names."""
     views: dict[str, PartView] = {}
     for path, field in stage_fields(config, layout, shard):
@@ -191,7 +193,7 @@ def places(
 
 
 def tied_names(config: ModelConfig) -> dict[str, str]:
-    """The second names of the checkpoint's tensors, each with the first: a tied head is the
+    """A dict from a tensor's second name in the checkpoint to its first: a tied head is the
     embedding."""
     if config.tie_word_embeddings:
         return {HEAD: EMBED}
@@ -199,8 +201,8 @@ def tied_names(config: ModelConfig) -> dict[str, str]:
 
 
 def tensor_shapes(config: ModelConfig, layout: StageLayout) -> dict[str, tuple[int, ...]]:
-    """The checkpoint's tensors that a stage needs: transformers' names, in the order of the
-    computation."""
+    """The shapes of the checkpoint's tensors that a stage needs, by transformers' names, in the
+    order of the computation."""
     return {
         part.name: part.shape for _, field in stage_fields(config, layout) for part in field.parts
     }
@@ -209,8 +211,8 @@ def tensor_shapes(config: ModelConfig, layout: StageLayout) -> dict[str, tuple[i
 def stage_fields(
     config: ModelConfig, layout: StageLayout, shard: Share = WHOLE
 ) -> Iterator[tuple[str, Field]]:
-    """The fields of a stage's parameters, or of a rank's share of them, each with its path:
-    `layers.3.qkv_proj`, counted in the whole model.
+    """The fields of a stage's parameters, or of a rank's share of them, each with its path, such as
+    `layers.3.qkv_proj`, where layers are numbered in the whole model.
 
     The field of a tied head is the embedding.
     """
@@ -232,7 +234,7 @@ def stage_fields(
 def assemble(
     config: ModelConfig, layout: StageLayout, tensors: Mapping[str, Tensor]
 ) -> DecoderParams:
-    """A stage's parameters, made from the tensors at the paths of `stage_fields`."""
+    """A stage's parameters, from the tensors by the paths of `stage_fields`."""
     layers = []
     for i in layout.layers:
         prefix = f"layers.{i}."
@@ -256,8 +258,8 @@ def assemble(
 def checked_dtype(
     config: ModelConfig, layout: StageLayout, dtype: torch.dtype | None, call: str
 ) -> torch.dtype:
-    """The dtype to load; an error if it is not a dtype of decoders, or if the layout is not of this
-    model."""
+    """The dtype to load. Raises an error if no decoder has this dtype, or if the layout does not
+    fit the model."""
     check_layout(layout, config.num_layers, call)
     check_values(call, _RULES, {"dtype": dtype}, ConfigError)
     if dtype is None:
@@ -330,15 +332,15 @@ def _indexed_files(index: Path, call: str) -> dict[str, Path]:
 
 
 def _is_inside(name: Any) -> bool:
-    """Whether this is a relative path that stays in the folder where it begins. Links may lead out
-    of it, as those of Hugging Face's cache do."""
+    """Whether this is a relative path that stays in its folder. Symbolic links may lead out of the
+    folder, as in Hugging Face's cache."""
     if not isinstance(name, str):
         return False
     return all(part not in ("", ".", "..") for part in re.split(r"[/\\]", name)) and ":" not in name
 
 
 def open_tensors(file: Path, device: str, call: str) -> Any:
-    """The file's `safe_open`, which maps the file and reads no tensor yet.
+    """`safe_open` of a file: maps it, and reads no tensor yet.
 
     Raises:
         CheckpointError: it is damaged, or this user may not read it.
@@ -380,8 +382,8 @@ def _check_names(
 
 
 def _check_tied(files: Mapping[str, Path], call: str) -> None:
-    """Raise CheckpointError if the files hold a head that differs from the embedding that it is
-    tied to."""
+    """Raise CheckpointError if the files hold a head that differs from the embedding to which it is
+    tied."""
     with ExitStack() as stack:
         handles = _open_all((files[HEAD], files[EMBED]), "cpu", call, stack)
         head, embed = (handles[files[name]].get_slice(name) for name in (HEAD, EMBED))
@@ -398,10 +400,10 @@ def _check_tied(files: Mapping[str, Path], call: str) -> None:
 
 def refuse_names(missing: list[str], extra: list[str], holder: str, source: str, call: str) -> None:
     """Raise CheckpointError for tensors that are missing from a checkpoint or an adapter, or that
-    nothing explains.
+    its configuration does not explain.
 
     Args:
-        holder: what holds the tensors, for the error.
+        holder: the name of the file or checkpoint, for the error.
         source: the name of the configuration file.
     """
     if missing:
@@ -428,7 +430,7 @@ def check_tensor(
     """Raise CheckpointError unless an open file of a checkpoint or an adapter has this tensor.
 
     Args:
-        shape, dtypes: its shape, and the dtypes that it may have.
+        shape, dtypes: the tensor's shape, and the dtypes that it may have.
         file: the file's name.
         source: the name of the configuration file.
     """

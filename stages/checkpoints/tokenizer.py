@@ -1,4 +1,4 @@
-"""Tokenizers: tokenizer.json, and what the tokenizers library raises."""
+"""Tokenizers: tokenizer.json, and the errors of the tokenizers library."""
 
 import os
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from weft.arguments.checks import kind_of
 from weft.errors import CheckpointError, RequestError, WeftError
 
-# Characters from which on a text is long: it takes some milliseconds.
+# The number of characters from which a text is long, and takes some milliseconds to encode.
 LONG_TEXT = 2000
 
 
@@ -19,8 +19,8 @@ LONG_TEXT = 2000
 def tokenizer_failures(
     kind: type[WeftError], call: str, problem: str, instead: str
 ) -> Iterator[None]:
-    """Turn what the tokenizers library raises into an error of this kind: bare exceptions, and
-    Rust's panics, which are not Exceptions."""
+    """Turn errors of the tokenizers library into an error of this kind: bare exceptions, and Rust's
+    panics, which are not Exceptions."""
     try:
         yield
     except WeftError:
@@ -32,14 +32,14 @@ def tokenizer_failures(
 
 
 def token_ids(tokenizer: Tokenizer, text: str, *, special: bool = True) -> list[int]:
-    """The tokens of a text. Other threads of Python run while a long one is encoded.
+    """The tokens of a text. Other Python threads can run while a long text is encoded.
 
     Args:
-        special: with the special tokens that the tokenizer adds.
+        special: whether to add the tokenizer's special tokens.
     """
     if len(text) < LONG_TEXT:
         return list(tokenizer.encode(text, add_special_tokens=special).ids)
-    # `encode` keeps the interpreter's lock
+    # `encode_batch` releases the GIL; `encode` holds it.
     [encoding] = tokenizer.encode_batch([text], add_special_tokens=special)
     return list(encoding.ids)
 
@@ -47,7 +47,7 @@ def token_ids(tokenizer: Tokenizer, text: str, *, special: bool = True) -> list[
 def encode(
     tokenizer: Tokenizer | None, text: Any, call: str, path: Path, *, special: bool = True
 ) -> list[int]:
-    """The tokens of a text, by the tokenizer of the checkpoint at `path`, as `token_ids`.
+    """The tokens of a text, by the tokenizer of the checkpoint at `path` (see `token_ids`).
 
     Raises:
         RequestError: the checkpoint has none, `text` is not a string, or the tokenizer fails.
@@ -64,7 +64,7 @@ def encode(
 
 
 def lacks_tokenizer(path: Path) -> str:
-    """The words of an error about a checkpoint without a tokenizer."""
+    """The text for an error about a checkpoint without a tokenizer."""
     if path.suffix == ".gguf":
         missing = "tokenizer that weft knows"
     else:
@@ -83,7 +83,7 @@ def read_tokenizer(folder: Path, call: str) -> Tokenizer | None:
         return None
     with tokenizer_failures(CheckpointError, call, f"{file} cannot be read", "save it again"):
         tokenizer = Tokenizer.from_file(str(file))
-    # A file may ask for either; but prompts are taken whole, and descriptors pad batches.
+    # A file may switch these on; but prompts are taken whole, and batches are padded elsewhere.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -160,7 +160,7 @@ def model_drafter(
             filled = fill_in(state, batch, _numbers(drafts, logprobs))
         else:
             filled = batch
-        # Once more, for the keys and values of the last draft, and of sentinels that stayed.
+        # The loop reads neither the last draft nor the tokens of requests that read their prompts.
         read(params, state, filled)
         return filled
 

@@ -1,4 +1,5 @@
-"""`GgufFile`: a GGUF file, mapped; its metadata and the places of its tensors, read within bounds.
+"""`GgufFile`: a mapped GGUF file; its metadata and the places of its tensors, read with checks of
+all bounds, as a file may be malformed.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3,
 little-endian.
@@ -33,16 +34,16 @@ _SCALARS = {
 _STRING = 8
 _ARRAY = 9
 _VERSIONS = 2, 3
+# The most bytes of metadata and names, and the most values of an array. The largest vocabularies
+# take about 2**24 bytes, and 2**19 values.
 _MOST_BYTES = 2**28
-# The most bytes of metadata and of names, and the most values of an array; the largest vocabularies
-# take some 2**24 bytes, and 2**19 values.
 _MOST_VALUES = 2**22
 _MOST_DIMS = 4
 _SPLIT = "split.count"
 
 
 class _Fault(Exception):
-    """Bytes that are not those of a GGUF file; its text says which."""
+    """The bytes are not a valid GGUF file; the text says where."""
 
 
 @attrs.frozen
@@ -50,10 +51,10 @@ class StoredTensor:
     """A tensor's place in a file.
 
     Args:
-        shape: as in torch: the last dimension is contiguous.
+        shape: the shape in torch's order: the last dimension is contiguous.
         kind: ggml's number of its type, such as 0 for F32.
         start: its first byte in the file.
-        size: in bytes.
+        size: its size in bytes.
     """
 
     shape: tuple[int, ...]
@@ -67,11 +68,11 @@ class GgufFile:
     """A mapped file.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         metadata: the values by their keys; arrays are lists.
-        tensors: the places of the tensors, by the file's names.
+        tensors: the places of the tensors, by their names in the file.
         start: the first byte of the tensors.
-        data: the file's bytes. A write to them changes memory alone, never the file.
+        data: the file's bytes. A write to them changes only memory, never the file.
     """
 
     path: Path
@@ -99,8 +100,8 @@ def gguf_module(name: str, call: str = "") -> Any:
 
 
 def kind_name(kind: int) -> str:
-    """The name of a type of ggml, such as `Q4_K`; its number where the package `gguf` does not know
-    it."""
+    """The name of one of ggml's types, such as `Q4_K`; its number if the package `gguf` does not
+    know it."""
     try:
         return str(gguf_module("constants").GGMLQuantizationType(kind).name)
     except ValueError:
@@ -108,12 +109,12 @@ def kind_name(kind: int) -> str:
 
 
 def open_gguf(path: Path, call: str) -> GgufFile:
-    """Map a file, and read what stands before its tensors.
+    """Map a file, and read its header: everything before its tensors.
 
     Raises:
         CheckpointNotFoundError: there is no such file.
-        CheckpointError: it is not a GGUF file, or it is damaged, one part of several, or too large
-            to be true.
+        CheckpointError: it is not a GGUF file, it is damaged or one part of several, or its header
+            is implausibly large.
     """
     sizes = gguf_module("constants", call).GGML_QUANT_SIZES
     block_sizes = {int(kind): size for kind, size in sizes.items()}
@@ -143,8 +144,8 @@ def open_gguf(path: Path, call: str) -> GgufFile:
 
 @attrs.define
 class _Reader:
-    """Reads numbers and strings one after the other; it takes no more memory than the file has
-    bytes."""
+    """Reads numbers and strings one after the other. A count in the file cannot make it allocate
+    more than the file has bytes."""
 
     data: mmap.mmap
     at: int = 0
@@ -169,14 +170,15 @@ class _Reader:
             raise _Fault(f"at byte {start}: {error}") from None
 
     def count(self, size: int, what: str) -> int:
-        """A count of things that have at least so many bytes each."""
+        """A count of items; raises `_Fault` if that many, of at least `size` bytes each, cannot
+        follow."""
         count = self.number("Q")
         if count * size > self._left():
             raise _Fault(f"at byte {self.at}: {count} {what}, where {self._left()} bytes are left")
         return int(count)
 
     def value(self) -> Any:
-        """A value of the metadata, after its type."""
+        """A value of the metadata, preceded by its type."""
         kind = self.number("I")
         if kind != _ARRAY:
             return self._of(kind)
@@ -202,7 +204,7 @@ class _Reader:
         return min(len(self.data), _MOST_BYTES) - self.at
 
     def _skip(self, size: int) -> int:
-        """Go on by so many bytes, and return where they begin."""
+        """Advance by `size` bytes, and return where they begin."""
         if size > self._left():
             if len(self.data) < _MOST_BYTES:
                 ends = f"ends after {len(self.data)}"
@@ -262,7 +264,8 @@ def _place(
     block_sizes: Mapping[int, tuple[int, int]],
 ) -> StoredTensor:
     if kind not in block_sizes:
-        return StoredTensor(shape, kind, start, 0)  # refused by its name if the model needs it
+        # An unknown type has an unknown size. `GgufTensors` refuses it if the model needs it.
+        return StoredTensor(shape, kind, start, 0)
     block, size = block_sizes[kind]
     if min(shape) < 1 or shape[-1] % block:
         raise _Fault(

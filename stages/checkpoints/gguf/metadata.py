@@ -11,7 +11,7 @@ from weft.stages.checkpoints.gguf.file import GgufFile
 from weft.stages.checkpoints.gguf.tensors import KINDS, rope_factors
 from weft.stages.config import ModelConfig, parse_fields
 
-# The classes of transformers by llama.cpp's names; Mistral's models are of llama there.
+# Transformers' classes by llama.cpp's names; llama.cpp has Mistral's models as llama, too.
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -44,7 +44,7 @@ _OTHERS = {
     "rope.scaling.original_context_length",
 }
 _NEUTRAL = {"rope.scaling.finetuned"}
-# The keys that weft does not use, and the values at which they change nothing.
+# The keys that weft does not use, with the values at which they change nothing.
 _NEUTRAL_AT: Mapping[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "expert_count": (0,),
@@ -68,16 +68,15 @@ _ENDS = "eos_token_id", "eot_token_id", "eom_token_id"
 def read_config(file: GgufFile, call: str, *, strict: bool = False) -> ModelConfig:
     """The configuration of a file's model.
 
-    Its dtype is that of the matrices, and bfloat16 where they are quantised.
+    Its dtype is that of the matrices, or bfloat16 if these are quantised.
 
     Args:
-        strict: whether keys of the architecture that weft does not know are an error, instead of
-            one `ConfigWarning`.
+        strict: raise an error for unknown keys of the architecture, instead of one `ConfigWarning`.
 
     Raises:
-        ConfigError: another architecture, a key that is missing, or one that asks for what weft
-            does not support.
-        CheckpointError: no embedding, or factors of the rotary embedding that are none.
+        ConfigError: another architecture, a key that is missing, or one that asks for something
+            that weft does not support.
+        CheckpointError: no embedding, or invalid factors of the rotary embedding.
     """
     architecture = file.architecture
     if architecture not in _ARCHITECTURES:
@@ -106,7 +105,7 @@ def read_config(file: GgufFile, call: str, *, strict: bool = False) -> ModelConf
 
 
 def _fields_of(file: GgufFile, fields: Fields, *, experts: bool) -> Iterator[tuple[str, Any]]:
-    """The fields of a config.json that would say the same."""
+    """The equivalent fields of a config.json."""
     needed = _NEEDED | (_NEEDED_OF_EXPERTS if experts else {})
     for name, field in needed.items():
         fields.check(name in fields.raw, name, f"{name} is written")
@@ -143,7 +142,8 @@ def _fields_of(file: GgufFile, fields: Fields, *, experts: bool) -> Iterator[tup
                 f"weft supports {fields.prefix}{name}={allowed[-1]!r}, or none",
             )
         elif name not in needed and name not in _OTHERS | _NEUTRAL:
-            yield f"{fields.prefix}{name}", value  # unknown: the parser warns of it
+            # Unknown: passed on, so that the parser warns of it.
+            yield f"{fields.prefix}{name}", value
 
 
 def _sizes(file: GgufFile, fields: Fields) -> Iterator[tuple[str, Any]]:

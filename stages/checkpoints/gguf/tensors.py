@@ -17,18 +17,18 @@ from weft.stages.config import ModelConfig
 from weft.stages.layer_fields import Part
 from weft.stages.layout import StageLayout
 
-# The dtypes of ggml's types that torch has.
+# The types of ggml that are dtypes of torch.
 KINDS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 # The tensor that divides the frequencies of the rotary embedding.
 ROPE_FACTORS = "rope_freqs.weight"
 _EXPERT = re.compile(r"(?<=mlp\.experts\.)(\d+)\.")
-# Elements that are unpacked at a time: 16 MiB of float32 beside the parameters.
+# The number of elements unpacked at a time: 16 MiB of float32 beside the parameters.
 _AT_ONCE = 2**22
 
 
 def stored_name(name: str, architecture: str, num_layers: int) -> str:
-    """The name in a GGUF of a tensor of transformers, by the package gguf; the experts of a layer
-    are in one tensor.
+    """The name in a GGUF of one of transformers' tensors, from the package gguf; a GGUF has the
+    experts of a layer in one tensor.
 
     >>> stored_name("model.layers.3.mlp.experts.7.up_proj.weight", "qwen3moe", 4)
     'blk.3.ffn_up_exps.weight'
@@ -49,7 +49,7 @@ class GgufTensors:
 
     Args:
         file: the file.
-        config: of the whole model, from its metadata.
+        config: the configuration of the whole model, from the file's metadata.
         call: the call that the user wrote, for errors.
     """
 
@@ -61,8 +61,8 @@ class GgufTensors:
         return stored_name(part.name, self.file.architecture, self.config.num_layers)
 
     def check(self, parts: Iterable[tuple[Part, Sequence[str]]]) -> None:
-        """Raise CheckpointError unless the file has these tensors, and no others but those of other
-        stages."""
+        """Raise CheckpointError unless the file has these tensors, and none that the model does not
+        have."""
         fields = stage_fields(self.config, StageLayout(0, 1, 0, self.config.num_layers))
         explained = {self._stored_name(part) for _, field in fields for part in field.parts} | {
             ROPE_FACTORS
@@ -94,8 +94,8 @@ class GgufTensors:
             )
 
     def read(self, part: Part, dtype: torch.dtype) -> Tensor:
-        """A tensor on the CPU, or a part's share of it: a view of the mapped file, or, if that is
-        packed, a new one of `dtype`."""
+        """A tensor on the CPU, or a part's share of it: a view of the mapped file, or, if the
+        tensor is packed, a new one of `dtype`."""
         stored = self.file.tensors[self._stored_name(part)]
         if expert := _EXPERT.search(part.name):
             size = stored.size // stored.shape[0]
@@ -107,8 +107,8 @@ class GgufTensors:
             part.name.split(".")[-2]
         )
         if heads is not None and self.file.architecture == "llama":
-            # llama.cpp's llama turns neighbours in a head together, so there the two halves of a
-            # head alternate.
+            # For llama, llama.cpp rotates neighbouring rows of a head as a pair, so its files
+            # interleave the two halves of a head; weft rotates the halves.
             halves: Tensor = tensor.unflatten(0, (heads, -1, 2))
             tensor = halves.transpose(1, 2).flatten(0, 2)
         return tensor[part.slices]
@@ -136,7 +136,7 @@ def rope_factors(file: GgufFile, pairs: int, call: str) -> tuple[float, ...] | N
     """The divisors of the frequencies of a head's pairs; None if the file has none.
 
     Raises:
-        CheckpointError: another number of them, or numbers that divide nothing.
+        CheckpointError: another number of them, or numbers that are not finite and positive.
     """
     if ROPE_FACTORS not in file.tensors:
         return None
@@ -153,7 +153,7 @@ def rope_factors(file: GgufFile, pairs: int, call: str) -> tuple[float, ...] | N
 
 @functools.cache
 def _unpacks(kind: int) -> bool:
-    """Whether the package gguf can: it says so when asked to."""
+    """Whether the package gguf can unpack this type. It has no list, so one block is tried."""
     if kind in KINDS:
         return True
     constants = gguf_module("constants")
@@ -167,7 +167,8 @@ def _unpacks(kind: int) -> bool:
 
 def _unpack(packed: Any, kind: int) -> Any:
     """Rows of blocks as float32."""
-    with np.errstate(all="ignore"):  # a scale may be anything that float16 holds
+    # A scale may be any float16, infinity and NaN included: no warnings.
+    with np.errstate(all="ignore"):
         return gguf_module("quants").dequantize(
             packed, gguf_module("constants").GGMLQuantizationType(kind)
         )

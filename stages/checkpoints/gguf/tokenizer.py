@@ -26,17 +26,18 @@ from weft.stages.checkpoints.tokenizer import tokenizer_failures
 _PREFIX = "tokenizer.ggml."
 _CONTROL = 3
 _USER_DEFINED = 4
-# The keys of special tokens that are not named as in transformers; the misspelling is the format's.
+# The keys of special tokens that are not named as in transformers. The format itself misspells
+# "separator".
 _IDS = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
     "sep_token": "seperator_token_id",
 }
-# SentencePiece's letter for a space.
+# SentencePiece's character for a space.
 _SPACE = "\u2581"
 
-# Sources: the regular expressions of the models' tokenizer.json, which those of llama.cpp
-# (llama-vocab.cpp) equal.
+# Source: the regular expressions in the models' tokenizer.json, which are equal to llama.cpp's
+# (llama-vocab.cpp).
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -46,12 +47,12 @@ _LLAMA3 = (
 
 @attrs.frozen
 class _PreTokenizer:
-    """The way in which a vocabulary of byte-level BPE cuts a text into words.
+    """How a byte-level BPE vocabulary splits a text into words.
 
     Args:
-        splits: regular expressions, each of which cuts the pieces of the one before.
-        whole_words: whether a word that is a token is that token, whatever the merges make of it.
-        add_bos: whether a text begins with the BOS token where the file is silent.
+        splits: regular expressions, each of which splits the pieces of the one before.
+        whole_words: whether a word that is a token becomes that token, regardless of the merges.
+        add_bos: whether a text begins with the BOS token if the file does not say.
         nfc: whether a text is first normalised to NFC.
     """
 
@@ -76,8 +77,8 @@ _PRE_TOKENIZERS: Mapping[str, _PreTokenizer] = {
 
 
 def tokenizer_of(file: GgufFile, call: str, *, strict: bool = False) -> Tokenizer | None:
-    """The tokenizer of a file; None if it has none, or one that weft does not know, of which a
-    `ConfigWarning` tells.
+    """The tokenizer of a file; None if it has none, or, with a `ConfigWarning`, if weft does not
+    know it.
 
     Args:
         strict: whether an unknown tokenizer is an error.
@@ -85,7 +86,7 @@ def tokenizer_of(file: GgufFile, call: str, *, strict: bool = False) -> Tokenize
     Raises:
         ConfigError: values of other types than the format says; or an unknown tokenizer, if
             `strict`.
-        CheckpointError: tokens and merges that are no tokenizer.
+        CheckpointError: tokens and merges from which no tokenizer can be built.
     """
     fields = _fields(file, call)
     build, unknown = _builder(fields)
@@ -112,7 +113,7 @@ def chat_template_of(file: GgufFile, call: str) -> ChatTemplate | None:
     """The chat template of a file; None if it has none.
 
     Raises:
-        ConfigError: it is not a text, or a special token is none.
+        ConfigError: it is not a string, or the id of a special token is not a token.
     """
     key = "tokenizer.chat_template"
     whole = Fields(file.metadata, call, file.path.name)
@@ -137,7 +138,8 @@ def _fields(file: GgufFile, call: str) -> Fields:
 
 
 def _builder(fields: Fields) -> tuple[Callable[[Fields], Tokenizer] | None, str]:
-    """What builds the tokenizer, or None; and the key that weft does not know."""
+    """The function that builds the tokenizer, or None; and the key that weft does not know, or an
+    empty string."""
     kind = fields.raw.get("model")
     pre = fields.raw.get("pre")
     if kind in (None, "no_vocab", "none"):
@@ -152,7 +154,7 @@ def _builder(fields: Fields) -> tuple[Callable[[Fields], Tokenizer] | None, str]
 
 
 def _byte_level(fields: Fields) -> Tokenizer:
-    """Byte-level BPE, as of GPT-2."""
+    """Byte-level BPE, as in GPT-2."""
     pre_tokenizer = _PRE_TOKENIZERS[fields.raw["pre"]]
     tokens = _strings(fields, "tokens")
     merges = [
@@ -175,7 +177,7 @@ def _byte_level(fields: Fields) -> Tokenizer:
 
 
 def _sentencepiece(fields: Fields) -> Tokenizer:
-    """SentencePiece's BPE, with bytes for letters that are no tokens."""
+    """SentencePiece's BPE, with bytes for characters that are not tokens."""
     tokens = _strings(fields, "tokens")
     spaced = fields.flag("add_space_prefix", True)
     vocab = {token: index for index, token in enumerate(tokens)}
@@ -190,8 +192,9 @@ def _sentencepiece(fields: Fields) -> Tokenizer:
 
 
 def _merges_by_score(fields: Fields, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
-    """SentencePiece merges the pair first whose token has the highest score; the pairs of one
-    token, and of tokens of one score, in the order of transformers' `generate_merges`."""
+    """The merges in order: SentencePiece first merges the pair whose token has the highest score.
+    Pairs of the same token, or of tokens with the same score, are in the order of transformers'
+    `generate_merges`."""
     scores = fields.value("scores", [], lambda one: _is_list(one, float), "a list of numbers")
     fields.check(
         len(scores) == len(fields.raw["tokens"]),
@@ -211,8 +214,8 @@ def _merges_by_score(fields: Fields, vocab: Mapping[str, int]) -> list[tuple[str
 def _with_special_tokens(
     tokenizer: Tokenizer, fields: Fields, tokens: Sequence[str], *, add_bos: bool
 ) -> Tokenizer:
-    """The tokenizer with tokens that are found whole in any text, and those that stand around a
-    text."""
+    """The tokenizer with the tokens that are matched whole in any text, and with those that begin
+    and end a text."""
     kinds = fields.value(
         "token_type", [], lambda one: _is_list(one, int), "a list of whole numbers"
     )
