@@ -1,5 +1,5 @@
 """Stages: pure functions `(params, state, batch, x) -> (state, y)`. Decoders, their checkpoints,
-and modules of your own."""
+and custom modules."""
 
 from weft.ops.attention.backends import AttentionBackend
 from weft.ops.sampling.sample import sample

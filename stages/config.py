@@ -357,6 +357,7 @@ def parse_fields(fields: Fields, strict: bool) -> ModelConfig:
         )
         return attrs.evolve(config, windows=layer_windows(fields, spec, config.num_layers))
     except ConfigError as error:
+        # Errors of `ModelConfig` name its constructor; name the user's call and source instead.
         if error.call == fields.call:
             raise
         fields.refuse(error.problem, error.instead)

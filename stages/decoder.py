@@ -169,12 +169,14 @@ def decoder_stage(
                 angles = resolved.positions
             else:
                 angles = positions
+            # Once per step, for all layers.
             tables = rope_tables(frequencies, angles, attention_factor, hidden.dtype, section)
             with sowing(functions.captures, functions.carries, resolved) as (sown, own_batch):
                 inputs = params, state.kv_pages, own_batch, tables, hidden
                 hidden, pages = run_layers(config, blocks, *inputs, functions, layout.start)
             sown.check_carried()
             captured = sown.after(x, hidden.device)
+            # Written in place, except under a derivative or a transform of torch.func.
             if pages is not state.kv_pages:
                 state = attrs.evolve(state, kv_pages=pages)
             if functions.carries:
@@ -286,6 +288,8 @@ def attention(
     dim = config.head_dim
     heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
     _, keys, values, _ = row_starts((one * dim for one in heads), layer.qkv_scale is not None)
+    # Ranks share the rows of this product, not its sum. With 1 leaf, the order of a sum does not
+    # depend on the number of rows, so every rank gets the same bits.
     qkv = project(x, layer.qkv_proj, layer.qkv_scale, layer.qkv_bias, min(leaves, 1))
     qkv = adapted(qkv, x.plain, layer.lora.qkv, batch)
     q, kv_pages = rotate_and_keep(

@@ -281,6 +281,7 @@ def prompt_logprobs(
         ranks [num_tokens] int64.
     """
     parts: list[tuple[Tensor, ...]] = []
+    # In chunks, as the logits of a long prompt would not fit (`_TOKENS_AT_ONCE`).
     for states, whole in zip(
         normed.split(_TOKENS_AT_ONCE), targets.split(_TOKENS_AT_ONCE), strict=True
     ):

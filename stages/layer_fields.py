@@ -172,11 +172,13 @@ def _linear(layer: str, linear: _Linear, fp8: bool) -> dict[str, Field]:
     weights = []
     biases = []
     scales = []
+    # A single matrix needs no padding to whole blocks, as no other follows it.
     *starts, end = row_starts(linear.modules.values(), fp8 and len(names) > 1)
     for name, rows, start in zip(names, linear.modules.values(), starts, strict=True):
         weights.append(Part(f"{name}.weight", (rows, linear.columns), start))
         biases.append(Part(f"{name}.bias", (rows,), start))
         blocks = ceil_blocks(rows), ceil_blocks(linear.columns)
+        # Despite the name, which is that of the format, weights are multiplied by it.
         scales.append(Part(f"{name}.weight_scale_inv", blocks, start // BLOCK))
     if fp8:
         weight_dtype = torch.float8_e4m3fn

@@ -115,6 +115,7 @@ def run_layers(
     added, written, in_place = None, list[Tensor](), True
     for index, layer in enumerate(_layers_to_run(config, blocks, functions, params.layers)):
         layer_pages, change = kv_pages[index], functions.layers.get(start + index)
+        # No two layers may carry the same name, so `carry` has to know which layer runs.
         if functions.carries:
             at_layer(start + index)
         if change is None:
@@ -123,6 +124,7 @@ def run_layers(
             added, hidden, pages = attend(layer, layer_pages, batch, tables, added, hidden)
             added, hidden = feed(layer, batch, added, hidden)
         else:
+            # A custom layer takes complete hidden states: add the pending result first.
             if added is not None:
                 hidden = add_parts(added, hidden)
             layer_args = layer, layer_pages, batch, tables, hidden
@@ -131,6 +133,7 @@ def run_layers(
         written.append(pages)
     if added is not None:
         hidden = add_parts(added, hidden)
+    # `_layers_to_run` may have left out layers, whose pages stay as they are.
     return hidden, kv_pages if in_place else torch.stack([*written, *kv_pages[len(written) :]])
 
 

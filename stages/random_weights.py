@@ -264,6 +264,7 @@ def random_params(
             some.copy_(_noise(path, field, some, std, generator))
         return _without_gaps(field, whole)
 
+    # Drawn whole and then cut, so that a share has the values of the whole model.
     tensors = {
         path: cut_field(draw(path, field), field, shard_fields[path])
         for path, field in fields.items()
@@ -301,6 +302,7 @@ def _without_gaps(field: Field, whole: Tensor) -> Tensor:
             else:
                 rows = kept[part.expert]
             rows[part.start : part.start + part.shape[0], : part.shape[-1]] = True
+        # As uint8, since torch has no `masked_fill` for float8; zero has the same bits in both.
         whole.view(torch.uint8 if whole.itemsize == 1 else whole.dtype).masked_fill_(~kept, 0)
     return whole
 

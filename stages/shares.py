@@ -285,6 +285,7 @@ class TensorRanks:
 
     def embed(self, input_ids: Tensor, weight: Tensor) -> Tensor:
         """The embeddings [num_tokens, hidden_size], each from the rank that holds the token's row."""
+        # A token of another rank looks up row 0, and adds 0 to the sum.
         local_ids = input_ids - axis_index(self.axis) * weight.shape[0]
         holds = (local_ids >= 0) & (local_ids < weight.shape[0])
         embeddings = F.embedding(torch.where(holds, local_ids, 0), weight)
@@ -338,8 +339,10 @@ class SharedRows:
         if self.ranks is None:
             return logits
         starts = [self._first(rank) for rank in range(axis_size(self.ranks.axis))]
+        # `all_to_all` splits evenly, so rows that belong to two ranks are sent twice.
         if self.count != len(starts) * self.size:
             logits = torch.cat([logits[start : start + self.size] for start in starts])
+        # The columns beyond the vocabulary are the padding of the last ranks' shares.
         return all_to_all(logits, self.ranks.axis, split_dim=0, concat_dim=1)[
             :, : self.ranks.vocab_size
         ]

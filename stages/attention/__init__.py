@@ -1,2 +1,2 @@
-"""The attention of a decoder: rotary embeddings, and functions of one's own over a request's
-context."""
+"""The attention of a decoder: rotary embeddings, and functions for custom attention over a
+request's context."""

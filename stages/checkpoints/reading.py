@@ -70,6 +70,7 @@ def read_params(
     fields = dict(stage_fields(config, layout, shard))
     checks = []
     for field in fields.values():
+        # A field in FP8 must be in FP8 in the file; any other may be any float, and is cast.
         dtypes = FLOATS if field.dtype is None or field.dtype.itemsize > 1 else (_FP8,)
         checks += [(part, dtypes) for part in field.parts]
     reader.check(checks)
@@ -111,7 +112,7 @@ class SafetensorsReader:
         return _tensor_files(self.folder, self.call)
 
     def check(self, parts: Iterable[tuple[Part, Sequence[str]]]) -> None:
-        """As `TensorReader.check`."""
+        """Like `TensorReader.check`."""
         needed = dict(parts)
         _check_names(self._files, [part.name for part in needed], self.config, self.call)
         if (
@@ -130,7 +131,7 @@ class SafetensorsReader:
         self._handles.update(_open_all(files.values(), str(self.device), self.call, self.stack))
 
     def read(self, part: Part, _: torch.dtype) -> Tensor:
-        """As `TensorReader.read`: in the checkpoint's dtype."""
+        """Like `TensorReader.read`, in the checkpoint's dtype."""
         handle = self._handles[self._files[part.name]]
         if part.slices:
             tensor: Tensor = handle.get_slice(part.name)[part.slices]
@@ -183,6 +184,7 @@ def places(
     for path, field in stage_fields(config, layout, shard):
         *layer, name = path.split(".")
         owner = params.layers[int(layer[1]) - layout.start] if layer else params
+        # A last stage that is not the first holds the tied embedding as its head.
         if path == "embed_tokens" and not layout.first:
             name = "lm_head"
         views |= {
@@ -367,6 +369,7 @@ def _check_names(
 ) -> None:
     missing = [name for name in needed if name not in files]
     explained = tensor_shapes(config, StageLayout(0, 1, 0, config.num_layers))
+    # A file may store a tied head all the same; `_check_tied` compares it with the embedding.
     if config.tie_word_embeddings:
         tied = {HEAD}
     else:

@@ -212,6 +212,7 @@ def _tensors_in_objects(module: nn.Module) -> list[_ObjectTensor]:
         for tensor, places in places_of_tensors(*_roots_of(module))
     ]
     values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    # `_overlapping` returns one pair at a time.
     while pair := _overlapping(values | {one.name: one.tensor for one in object_tensors}):
         object_tensors = [
             one for one in object_tensors if one.name not in pair or one.name in values

@@ -141,7 +141,9 @@ def transformed(stage: DecoderStage, transform: Transform, layout: StageLayout) 
     def run(
         params: DecoderParams, state: State, batch: Batch, x: IntermediateTensors | None
     ) -> tuple[State, IntermediateTensors | Output]:
+        # Before the call, which donates the state.
         before = tree_structure(state)
+        # The stage inside opens a context of its own, so its layers can sow.
         with sowing_nothing("a transform of a stage"):
             result: Any = inner(params, state, batch, x)
         kind = Output if layout.last else IntermediateTensors

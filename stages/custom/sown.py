@@ -186,6 +186,7 @@ def carried_on(name: str, state: State, batch: ResolvedBatch, sown: Sown) -> Sta
     return attrs.evolve(state, carried=carried)
 
 
+# A context variable, so that functions keep their signatures; each thread has its own value.
 _SOWN: ContextVar[Sown | None] = ContextVar("weft.sown", default=None)
 
 

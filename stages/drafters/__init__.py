@@ -1,2 +1,2 @@
-"""Models that run beside a decoder and read its tokens: drafters, and those of one's own
+"""Models that run beside a decoder and read its tokens: drafters, and the user's models
 (`beside=`)."""

@@ -125,6 +125,7 @@ def model_drafter(
         values."""
         assert state.drafting is not None, "a stage that verifies has a state with drafting"
         assert state.drafting.kv_pages is not None, "it drafts with a model"
+        # Without adapters, which belong to the main model.
         resolved = resolve(
             state,
             attrs.evolve(batch, descriptor=attrs.evolve(batch.descriptor, num_active_loras=0)),

@@ -119,6 +119,7 @@ def open_gguf(path: Path, call: str) -> GgufFile:
     sizes = gguf_module("constants", call).GGML_QUANT_SIZES
     block_sizes = {int(kind): size for kind, size in sizes.items()}
     try:
+        # ACCESS_COPY: writable memory, as `torch.frombuffer` wants, and an unchanged file.
         with path.open("rb") as opened:
             data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
         reader = _Reader(data)
