@@ -1,4 +1,5 @@
-"""`CompletionState`: a completion as it grows, its tokens, their text, and what came with them."""
+"""`CompletionState`: a growing completion: its tokens, their text, their logprobs, and what stages
+captured."""
 
 import time
 from collections.abc import Container, Iterator, Mapping
@@ -15,19 +16,20 @@ from weft.transforms.engine.steps.results import StepResult
 TopLogprobs = dict[int, float]
 
 _MAX_LENT = 1024
-# The steps whose tensors a completion keeps for its part of them before it copies that part, and
-# their tokens in all: a decode among prompts has one of thousands.
+# Captured values are views into tensors of whole steps. A completion copies its part out once it
+# references this many steps, or steps of this many tokens in all: a decode that shares a step with
+# prompts keeps thousands of rows alive for its one.
 _MAX_ROWS_LENT = 2**17
 
 
 @attrs.define
 class RequestTimes:
-    """The moments of a completion, in seconds of `time.monotonic()`; None: not yet. Any two are
-    equal, so that equal completions are.
+    """The timestamps of a completion, in seconds of `time.monotonic()`; None: not yet. They take no
+    part in comparisons, so that completions with equal tokens are equal.
 
     Args:
         added: it was added to the engine.
-        admitted: it was given a row and pages, for the first time.
+        admitted: it was first given a row and pages.
         first_token: the host read its first token.
         finished: it ended.
     """
@@ -40,9 +42,9 @@ class RequestTimes:
 
 @attrs.define(eq=False)
 class _Captured:
-    """What was captured of the tokens `first:stop` of each of some steps. A decode's token has the
-    same place in many steps: one entry covers them, so that the garbage collector has fewer objects
-    to visit."""
+    """What was captured for the tokens `first:stop` of each of several steps. The token of a decode
+    has the same place in many consecutive steps; one entry covers them all, so that the garbage
+    collector has fewer objects to visit."""
 
     first: int
     stop: int
@@ -54,7 +56,7 @@ class _Captured:
         return (self.stop - self.first) * len(self.steps)
 
     def values(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
-        """The values of the tokens `start:stop` of these, in parts."""
+        """The values of this entry's tokens `start:stop`, in parts."""
         each = self.stop - self.first
         for index in range(start // each, -(-stop // each)):
             begin = max(start - index * each, 0)
@@ -69,19 +71,19 @@ class CompletionState:
     Args:
         request: what the user asked for.
         tokenizer: None: completions have no text.
-        special_ids: the tokens that text does not show, unless the request wants to see them.
-        eos_ids: the model's own ends.
+        special_ids: special tokens, which the text omits unless the request asks for them.
+        eos_ids: the model's end-of-sequence tokens.
         token_ids, logprobs: one entry for each generated token.
         top_logprobs: the same where the request asks for logprobs.
         ranks: the same where it asks for one or more.
-        prompt_logprobs, prompt_top_logprobs, prompt_ranks: one entry for each token of the prompt
-            but the first, as far as computed.
-        text_offsets: for each generated token, where its text begins in the text so far.
-        reason: why it ended; empty: it has not.
-        stop_reason: the token or the text that ended it; None: the model's own end, or nothing of
-            the kind.
-        times: when it was added, admitted, first heard of, and finished.
-        num_captured: the number of tokens of which the stages' captures have come.
+        prompt_logprobs, prompt_top_logprobs, prompt_ranks: one entry for each prompt token that was
+            computed so far, except the first.
+        text_offsets: for each generated token, the offset of its text in the text so far.
+        reason: why it ended; empty: it has not ended.
+        stop_reason: the stop token or the stop text that ended it; None: the model's own
+            end-of-sequence token did, or no token or text.
+        times: when it was added, was admitted, had its first token, and finished.
+        num_captured: the number of tokens whose captured values have arrived.
     """
 
     request: Request
@@ -101,18 +103,18 @@ class CompletionState:
     times: RequestTimes = attrs.field(factory=RequestTimes, repr=False)
     num_captured: int = 0
     _captured: list[_Captured] = attrs.field(factory=list, repr=False)
-    _num_owned: int = 0  # of the first of these
-    _num_lent: int = 0  # steps of the others, which are parts of whole steps' tensors
-    _rows_lent: int = 0  # tokens of these steps, those of other requests included
+    _num_owned: int = 0  # leading entries of `_captured` that are copied
+    _num_lent: int = 0  # steps in the other entries, which are views of whole steps' tensors
+    _rows_lent: int = 0  # tokens of these steps, including other requests'
     _shown: list[str] = attrs.field(factory=list, repr=False)
-    _num_taken: int = 0  # leading ones of these that `take_text` has returned
-    _num_shown: int = 0  # characters of all of these
-    _recent: str = ""  # the last characters that are certain, as many as a stop text may continue
+    _num_taken: int = 0  # leading pieces that `take_text` has returned
+    _num_shown: int = 0  # characters in all pieces
+    _recent: str = ""  # the last certain characters: as many as may begin a stop text
     _tentative: str = ""  # characters after these that a later token may still change
     _num_certain: int = 0
     _num_searched: int = 0  # leading characters without a stop text that ends the request
     _stopped: bool = False
-    _hides_last: bool = False  # the text of the token that ended it
+    _hides_last: bool = False  # the text of the stop token is not shown
     _detokenizer: Detokenizer = attrs.field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
@@ -125,12 +127,12 @@ class CompletionState:
 
     @property
     def text(self) -> str:
-        """The text to show: what no later token can change, without an end that may be the
-        beginning of a stop text."""
+        """The text to show: what no later token can change, minus a tail that may begin a stop
+        text."""
         return "".join(self._shown)
 
     def take_text(self) -> str:
-        """The text that is new since this was called before."""
+        """The text that was added since the last call."""
         new = "".join(self._shown[self._num_taken :])
         self._num_taken = len(self._shown)
         return new
@@ -143,8 +145,7 @@ class CompletionState:
     def append(
         self, result: StepResult, row: int, index: int = 0, *, is_stop: bool = False
     ) -> bool:
-        """Append token `index` of a row of a step; returns whether a stop text ends the request
-        with it.
+        """Append token `index` of a step's row; returns whether a stop text ends the request there.
 
         Args:
             is_stop: it is a token that ends the request.
@@ -163,7 +164,7 @@ class CompletionState:
         return (is_stop or self.tokenizer is not None) and self.append_text(token, is_stop=is_stop)
 
     def append_text(self, token: int, *, is_stop: bool = False) -> bool:
-        """Append the text of the last token; returns whether a stop text ends the request with it.
+        """Append the text of the last token; returns whether a stop text ends the request there.
 
         Args:
             is_stop: it is a token that ends the request.
@@ -188,7 +189,8 @@ class CompletionState:
     def append_captured(
         self, values: Mapping[str, Tensor], first: int, count: int = 1, start: int | None = None
     ) -> None:
-        """Append what was captured of `count` tokens; what comes a second time is skipped.
+        """Append what was captured for `count` tokens, and skip tokens that are already there:
+        after a preemption, tokens are computed again.
 
         Args:
             values: of all tokens of a step, by name.
@@ -212,8 +214,8 @@ class CompletionState:
                 self._own_captured()
 
     def _own_captured(self) -> None:
-        """Copy what was captured out of the tensors of whole steps, which hold other requests'
-        values too."""
+        """Copy the captured values out of the whole steps' tensors, which also keep other requests'
+        values in memory."""
         lent = self._captured[self._num_owned :]
         names = lent[0].steps[0]
         owned = {
@@ -229,11 +231,14 @@ class CompletionState:
 
     @property
     def captured(self) -> dict[str, Tensor]:
-        """The captures of the tokens that were read, which are all but the last: [n, ...] by name."""
+        """The captures of the tokens that the model has processed, which are all but the last: [n,
+        ...] by name."""
         return self.captured_of(0, self.num_captured)
 
     def captured_of(self, start: int, stop: int) -> dict[str, Tensor]:
-        """The captures of those of the tokens `start:stop` that were read: [n, ...] by name."""
+        """The captures of the tokens `start:stop`, as far as the model has processed them: [n, ...]
+        by name."""
+        # A step with drafts may also have captured tokens after the one that ended the request.
         most = min(self.num_captured, len(self.request.prompt) + len(self.token_ids) - 1)
         stop = min(stop, most)
         overlaps = list[tuple[_Captured, int, int]]()
@@ -260,7 +265,8 @@ class CompletionState:
     def append_prompt_logprobs(
         self, result: StepResult, first: int, start: int, count: int
     ) -> None:
-        """Append the logprobs of a chunk of the prompt; those computed a second time are skipped.
+        """Append the logprobs of a chunk of the prompt, and skip those already there: after a
+        preemption, the prompt is computed again.
 
         Args:
             result: of the step that computed the chunk.
@@ -285,10 +291,11 @@ class CompletionState:
             self._num_shown += len(text)
 
     def _search(self, new: str) -> bool:
-        """Search for stop texts in this new text and in what may still change; returns whether
-        there is one."""
+        """Search for stop texts in this new text and in the tail that may still change; returns
+        whether one was found."""
         params = self.request.sampling
         tentative = self._detokenizer.end().rstrip(REPLACEMENT)
+        # A later token has changed the tentative tail, so the search of that tail no longer counts.
         if not (new + tentative).startswith(self._tentative):
             self._num_searched = min(self._num_searched, self._num_certain)
         text = self._recent + new
@@ -304,6 +311,7 @@ class CompletionState:
             self.stop_reason = stop
             self._stopped = True
             return True
+        # Hold back a tail that may be the beginning of a stop text.
         num_held = max(overlap(text, stop) for stop in params.stop)
         self._show(text[self._num_shown - begin : len(text) - num_held])
         num_kept = max(map(len, params.stop)) - 1
@@ -311,7 +319,7 @@ class CompletionState:
         return False
 
     def _find(self, text: str, begin: int) -> tuple[int, str] | None:
-        """Where the stop text that begins first does, in the whole text, and which it is.
+        """The stop text that begins first, with its offset in the whole text; None: there is none.
 
         Args:
             text: the end of the whole text.
@@ -328,7 +336,8 @@ class CompletionState:
         return first
 
     def end(self, reason: str) -> None:
-        """End it: text that was held back is shown, an incomplete character as U+FFFD."""
+        """End the completion and show the text that was held back, an incomplete character as
+        U+FFFD."""
         self.reason = reason
         self.times.finished = time.monotonic()
         if self.tokenizer is not None and not self._stopped:

@@ -1,4 +1,4 @@
-"""`generate`: prompts in, completions out, with an engine of its own."""
+"""`generate`: prompts in, completions out, with an engine for the one call."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,7 +48,7 @@ _RULES: dict[str, Rule] = {
         "pass a list of prompts, each a string or a list of token ids",
     ),
 }
-# A text, token ids, or embeddings; or, of a chat, its messages.
+# A text, token ids, or embeddings; or the messages of a chat.
 Prompt = str | Sequence[int] | EmbedsPrompt | Sequence[Mapping[str, Any]]
 # The most completions that run at once; others wait.
 MAX_NUM_REQS = 256
@@ -63,28 +63,29 @@ class Completion:
             tokenizer.
         token_ids: the tokens, the end-of-sequence token included.
         logprobs: for each token, the natural logarithm of the model's probability, before
-            temperature and all else.
-        finish_reason: `stop` (a token or a text that ends it), `length` (`max_tokens`, or the
-            model's own limit), or `error`.
-        stop_reason: the token or the text that ended it; None: the model's own end-of-sequence
-            token, or nothing of the kind.
+            temperature and all other processing.
+        finish_reason: `stop` (a stop token or a stop text), `length` (`max_tokens`, or the model's
+            limit on positions), or `error`.
+        stop_reason: the stop token or the stop text that ended it. None: the model's own
+            end-of-sequence token ended it, or no token or text did.
         top_logprobs: for each token, the logprobs of the likeliest ones; None unless
-            `SamplingParams.logprobs` asks.
-        prompt_logprobs: for each token of the prompt but the first; None unless
-            `SamplingParams.prompt_logprobs` asks.
+            `SamplingParams.logprobs` is set.
+        prompt_logprobs: for each token of the prompt except the first; None unless
+            `SamplingParams.prompt_logprobs` is set.
         prompt_top_logprobs: for each of those, the logprobs of the likeliest tokens.
-        ranks: for each token, 1 + the number of tokens that the model held likelier; None unless
-            `SamplingParams.logprobs` asks for one or more.
-        prompt_ranks: for each token of `prompt_logprobs`.
-        error: with the reason `error`, what went wrong after these tokens, such as logits that are
-            NaN.
+        ranks: for each token, 1 + the number of tokens with a higher probability; None unless
+            `SamplingParams.logprobs` is 1 or more.
+        prompt_ranks: the same for each token of `prompt_logprobs`.
+        error: if `finish_reason` is `error`, what went wrong after these tokens, such as NaN
+            logits.
         text_offsets: for each token, where its text begins in `text`; None if the checkpoint has no
             tokenizer. A token that ends inside a character has no text: its text is part of the
-            next token's. Tokens from a stop text on begin at the end of `text`.
-        captured: [n, ...] by name: what the model's stages captured of each token that was read,
-            those of the prompt first, all but the last (`weft.stages.sow`).
-        times: when it was added to the engine, admitted, first heard of, and finished.
-        provenance: what made it, which `certificate()` reads; None: no model of this process did.
+            next token's. Tokens of a stop text and after it begin at the end of `text`.
+        captured: [n, ...] by name: what the model's stages captured (`weft.stages.sow`) for each
+            token that they processed: the prompt's first, then all generated ones except the last.
+        times: when it was added to the engine, was admitted, had its first token, and finished.
+        provenance: what made it, for `certificate()`; None: it was not made by a model of this
+            process.
 
     Attributes:
         cumulative_logprob: the sum of `logprobs`.
@@ -108,15 +109,16 @@ class Completion:
     provenance: Provenance | None = attrs.field(default=None, repr=False, eq=False)
 
     def certificate(self) -> Certificate:
-        """All that fixes the bits of this completion, for `weft.verify` to compute it again, in any
-        split and mode. It reads all weights. With stages in other processes, every rank makes the
-        call.
+        """A record of all that fixes the bits of this completion, from which `weft.verify` can
+        compute it again in any split and mode. The call reads all weights. With stages in other
+        processes, every rank makes it.
 
         Raises:
-            RequestError: the model was not loaded as batch invariant, its weights or functions were
-                changed since (as far as torch counts changes, or four values of each tensor show
-                them), or it is gone; or the request had inputs that no certificate holds. Outputs
-                of a stream and of an `Engine` have no certificates.
+            RequestError: the model was not loaded as batch invariant, or has been
+                garbage-collected; its weights or functions were changed since (detected by torch's
+                counts of in-place changes, or by four values of each tensor); or the request had
+                inputs that a certificate cannot hold. Outputs of a stream and of an `Engine` have
+                no certificates.
         """
         return certify(self.provenance, self)
 
@@ -127,8 +129,7 @@ class Completion:
 
     @property
     def token_texts(self) -> list[str]:
-        """The text of each token; together they are `text`. Where there is no text, the tokens'
-        ids."""
+        """The text of each token, which joined are `text`; the tokens' ids if there is no text."""
         if self.text is None or self.text_offsets is None:
             return [f"{token} " for token in self.token_ids]
         return [
@@ -217,32 +218,34 @@ def generate(
         model: from `weft.load`.
         prompts: strings, lists of token ids, or `weft.EmbedsPrompt`s, of any lengths; with `chat`,
             lists of messages.
-        max_tokens: the most tokens to generate for each; the model's own limit on positions may end
-            one sooner.
+        max_tokens: the most tokens to generate for each prompt; the model's limit on positions may
+            end a completion sooner.
         temperature: 0 is greedy; short for `sampling=SamplingParams(temperature=...)`.
-        seed: of all random choices. The seed and a prompt's place in the list fix its completion,
-            whatever the other prompts, the split and the graph mode are, up to rounding of the
-            logits. None: a fresh one.
-        sampling: how tokens are chosen and what ends a completion, for all prompts or one per
-            prompt. If it has a seed, that one holds for the prompt, whatever its place.
+        seed: the seed of all random choices. The seed and a prompt's index in the list determine
+            its completion, up to rounding of the logits, whatever the other prompts, the split and
+            the graph mode are. None: a fresh seed.
+        sampling: how tokens are chosen and what ends a completion: one for all prompts, or one per
+            prompt. A seed in it takes precedence, and then the prompt's index does not matter.
         pipeline: the number of stages that the layers are split into.
         graph: one of `weft.transforms.MODES`.
-        adapter: a LoRA from `weft.load_adapter`, for all prompts or one per prompt; None: the model
-            alone.
-        extras: inputs of their own for the model's stages (`model.with_stages(..., extras=...)`),
-            by name, for all prompts or one dict per prompt; None: the model's defaults.
-        speculation: how drafts are made, so that a step verifies several tokens; no token changes.
-            None: no drafts.
-        transport: where the stages run; None: in this process. Every rank makes the same call, and
-            returns the same.
+        adapter: a LoRA from `weft.load_adapter`: one for all prompts, or one per prompt; None: the
+            model alone.
+        extras: the requests' extra inputs for the model's stages (`model.with_stages(...,
+            extras=...)`), by name: one dict for all prompts, or one per prompt; None: the model's
+            defaults.
+        speculation: how drafts are made, so that a step verifies several tokens; the generated
+            tokens do not change. None: no drafts.
+        transport: where the stages run; None: in this process. Every rank makes the same call and
+            gets the same result.
         progress: show a progress bar.
         chat: each prompt is a list of messages, each with a `role` and a `content`, which the
-            checkpoint's template makes a prompt of (`model.encode_chat`).
+            checkpoint's template turns into a prompt (`model.encode_chat`).
         stream: return an iterator of outputs as they come (`RequestOutput`, whose `id` is the
-            prompt's place in the list, as a string) instead of the completions at the end.
+            prompt's index in the list, as a string) instead of the completions at the end.
 
     Returns:
-        One completion per prompt, in order; `n` in a row for a prompt with `SamplingParams(n=...)`.
+        One completion per prompt, in order; `n` consecutive ones for a prompt with
+        `SamplingParams(n=...)`.
 
     Raises:
         RequestError: a prompt or an argument that cannot be served, such as more stages than
@@ -293,8 +296,9 @@ def generate(
     num_logprobs = max((most_logprobs(each, model.config.vocab_size) for each in params), default=0)
     for each in params:
         check_sampling(call, model, each, num_logprobs)
+    # One slot per adapter object, however many prompts use it.
     once = {id(each): each for each in adapters if each is not None}
-    # The same names on every rank
+    # Named by place, not by `id`: the names must be equal on every rank.
     named = {f"adapter {place}": each for place, each in enumerate(once.values())}
     names = dict(zip(once, named, strict=True))
     limits = _limits(model, encoded, params, max_tokens)
@@ -325,6 +329,7 @@ def generate(
     if stream:
         return outputs
     last = {(int(output.id), output.index): output for output in outputs}
+    # A weak reference: a kept completion must not keep the weights in memory.
     make_provenance = partial(Provenance, weakref.ref(model), transport or Local(), seen_of(model))
     return [
         _completion(last[key], partial(make_provenance, params[key[0]], adapters[key[0]]))
@@ -333,7 +338,6 @@ def generate(
 
 
 def _shown(engine: Engine, total: int, progress: bool) -> Iterator[RequestOutput]:
-    """The outputs of an engine, with a progress bar."""
     with tqdm(total=total, desc="generate", unit="token", disable=not progress) as bar:
         for output in engine:
             bar.update(len(output.token_ids))

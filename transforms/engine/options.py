@@ -1,5 +1,4 @@
-"""Options of an engine: `EngineLimits`, `Speculation`, and the checks of them and of its other
-arguments."""
+"""Options of an engine: `EngineLimits` and `Speculation`, and the checks of all its arguments."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -35,9 +34,9 @@ from weft.transforms.pipelines.argument_checks import TRANSPORT
 _MAX_CONTEXT = 4096
 _NUM_TOKENS = 2048
 _NUM_TOKENS_OF_A_LARGE_GPU = 8192
-# The most tokens of a step where nobody says it; that of a GPU with as many bytes or more, but for
-# models with small layers. Prompts are faster in large steps, and decodes that share them wait
-# longer.
+# The threshold, in bytes of GPU memory, from which the default of `max_num_tokens` is the large one
+# (except for models with small layers). Large steps process prompts faster, but a decode that
+# shares such a step waits longer.
 _LARGE_GPU = 64 * 2**30
 _LIMIT_RULES: dict[str, Rule] = {
     **dict.fromkeys(("max_num_reqs", "page_size"), COUNT),
@@ -49,7 +48,8 @@ _LIMIT_RULES: dict[str, Rule] = {
     ),
 }
 _NGRAM = (1, 3)
-# Limit of `num_tokens`: the classes and buffers of a step have room for the drafts of all requests.
+# Limit of `Speculation.num_tokens`: a step's classes and buffers reserve room for the drafts of all
+# requests.
 _MAX_NUM_TOKENS = 1024
 
 
@@ -90,21 +90,22 @@ _DRAFT_RULES: dict[str, Rule] = {
 
 @attrs.frozen
 class Speculation:
-    """Draft tokens, and verify them with the model in one step. The tokens stay the same, greedy or
-    sampled; only the number of steps changes.
+    """Draft tokens, and verify them with the model in one step. The generated tokens stay the same,
+    greedy or sampled; only the number of steps changes.
 
     Requests with penalties (repetition, presence, frequency) have no drafts, because each of their
-    tokens changes the distribution of the next. Neither have requests in a step that also computes
-    prompts.
+    tokens changes the distribution of the next one. A step that also computes prompts has no drafts
+    either.
 
     Args:
-        num_tokens: the most drafts per request and step; steps with half as many, and with none,
-            have graphs of their own.
+        num_tokens: the most drafts per request and step. Steps with half as many drafts, and steps
+            with none, have separate graphs.
         ngram: draft by prompt lookup: propose what followed the last n tokens where they occurred
             before, for n from the second number down to the first. None: (1, 3), or, with a model,
             no lookup.
         model: draft with a smaller model from `weft.load`, with the same vocabulary, on the device
-            of the first stage; on a rank without that stage its configuration is enough.
+            of the first stage. A rank that does not run that stage can pass the draft model's
+            configuration instead.
 
     Raises:
         RequestError: an invalid number of tokens, an invalid range of n, or two ways to draft.
@@ -130,14 +131,15 @@ class Speculation:
 
     @property
     def query_lens(self) -> tuple[int, ...]:
-        """Tokens per request in a step: the last one, with no drafts, half of them, or all."""
+        """Tokens per request in a step: the last token, plus no drafts, half of them, or all."""
         return tuple(sorted({1, 1 + self.num_tokens // 2, 1 + self.num_tokens}))
 
     @property
     def drafter(self) -> Drafter:
-        """The function that makes the drafts."""
+        """The function that drafts."""
         if self.config is not None:
-            if not isinstance(self.model, Model):  # another rank has it, and drafts
+            # Another rank holds the draft model and drafts.
+            if not isinstance(self.model, Model):
                 return model_drafter(self.num_tokens, self.config)
             return model_drafter(
                 self.num_tokens, self.config, self.model.functions, device=self.model.device
@@ -167,8 +169,8 @@ class Speculation:
             first: whether the first stage, and so the draft model, runs here.
 
         Raises:
-            RequestError: another vocabulary; or, where the first stage runs, another device or only
-                a part of a model.
+            RequestError: the vocabularies differ; or, on the rank of the first stage, the draft
+                model is on another device or is only a part of a model.
         """
         if self.config is None:
             return
@@ -245,7 +247,7 @@ class Speculation:
         )
 
     def stages(self, stages: Sequence[Any]) -> list[Any]:
-        """The same stages with a first one that drafts."""
+        """The same stages, except that the first one also drafts."""
         return [drafted(stages[0], self.drafter), *stages[1:]]
 
     def states(self, states: Sequence[State], layouts: Sequence[StageLayout]) -> tuple[State, ...]:
@@ -267,8 +269,8 @@ class Speculation:
         return attrs.evolve(state, drafting=drafting)
 
     def spare_pages(self, page_size: int) -> int:
-        """Columns of the block table that no request has pages for: drafts after a request's last
-        token go there."""
+        """Extra columns of the block table, for which no request has pages: drafts beyond a
+        request's last token are addressed through them."""
         return -(-self.num_tokens // page_size)
 
     def page_bytes(self, page_size: int) -> int:
@@ -279,7 +281,7 @@ class Speculation:
 
 
 def query_lens(speculation: Speculation | None) -> tuple[int, ...]:
-    """The tokens that a request may have in a uniform step."""
+    """The numbers of tokens that a request may have in a uniform step."""
     if speculation is None:
         return (1,)
     return speculation.query_lens
@@ -292,29 +294,30 @@ class EngineLimits:
 
     Args:
         max_num_reqs: requests that run at once.
-        max_num_tokens: tokens per step; ragged steps of more than 2,048 run without a graph, from
-            which they gain nothing: of more than 4,096, if the model's layers are so small that a
-            GPU waits for the host. None: on a GPU with 64 GiB or more 8,192, or 4,096 for such a
-            model; 2,048 elsewhere; and at least one for each request.
-        max_model_len: tokens per request, those to generate included, rounded up to whole pages; at
-            most the model's number of positions. None: that number, or 4,096 if it is more.
+        max_num_tokens: tokens per step. Ragged steps of more than 2,048 tokens run without a graph,
+            since they gain nothing from one; the threshold is 4,096 if the model's layers are so
+            small that a GPU waits for the host. None: 8,192 on a GPU with 64 GiB or more (4,096 for
+            such a model), 2,048 elsewhere, and at least one for each request.
+        max_model_len: tokens per request, including those to generate, rounded up to whole pages;
+            at most the model's number of positions. None: that number, but at most 4,096.
         page_size: tokens per page.
-        num_pages: pages of the KV cache; None: as many as fit into memory beside the graphs, whose
-            memory is estimated where it is short (`Graphified.memory_estimate`), and no more than
-            all rows could fill.
+        num_pages: pages of the KV cache. None: as many as fit into memory beside the graphs, but no
+            more than all rows could fill. The graphs' memory is estimated only if the cache takes a
+            large share of the free memory (`Graphified.memory_estimate`).
         num_cohorts: groups of requests that are stepped in turn; None: one per stage.
-        mixed: whether decodes share steps with prompts: a step that is bound by compute for one and
-            by memory for the other does both at once. Without it they take turns, and decodes stay
-            uniform, which is best for requests that decode.
+        mixed: whether decodes share steps with prompts. Prompts are bound by compute and decodes by
+            memory, so that a shared step uses both. If False, they take turns and decodes stay
+            uniform, which is best for decodes.
         max_step_seconds: the most seconds that a step with prompts may keep a decode waiting for
-            its next token; it then has fewer tokens than `max_num_tokens` if need be, but at least
-            a page of a prompt's. An engine that has it warms up when it is made, and measures steps
-            of prompts and of decodes, from which it knows what tokens, and what they attend to,
-            take (`engine.limits.budget.step_time`). Decodes wait less, and prompts take longer.
-            None: any.
+            its next token. Such a step has fewer tokens than `max_num_tokens` if need be, but at
+            least a page of one prompt. With this limit the engine warms up when it is made, and
+            measures steps of prompts and of decodes to learn the cost of tokens and of attention
+            (`engine.limits.budget.step_time`). Decodes wait less, and prompts take longer. None: no
+            limit.
 
     Raises:
-        RequestError: not an integer, or less than 1; or seconds that are no positive number.
+        RequestError: a number that is not an integer >= 1; or `max_step_seconds` that is not a
+            positive number.
     """
 
     max_num_reqs: int = 64
@@ -337,14 +340,15 @@ class EngineLimits:
         speculation: Speculation | None = None,
         executor: Callable[["ResolvedLimits"], Executor] | None = None,
     ) -> "ResolvedLimits":
-        """These limits for a model on its device; the same on every rank.
+        """These limits with every None filled in, for a model on its device; the result is the same
+        on every rank.
 
         Args:
-            executor: makes an executor under given limits; pages leave room for its graphs. None:
-                there are no graphs.
+            executor: makes an executor under given limits, so that the number of pages leaves room
+                for its graphs. None: there are no graphs.
 
         Raises:
-            ProgramError: pages of a size for which the model's attention has no kernels.
+            ProgramError: the model's attention has no kernels for this page size.
             RequestError: no room for a request, or for the pages.
         """
         model.functions.check_pages("weft.EngineLimits(...)", self.page_size)
@@ -353,7 +357,8 @@ class EngineLimits:
         cohorts = self.num_cohorts or split.num_stages
         transport = split.transport
         least = -(-self.max_num_reqs // cohorts)
-        # On every rank, whatever it was given
+        # Every rank makes this call, even if `max_num_tokens` is given: a rank that skips it hangs
+        # the others.
         usual = transport.share(max(least, _num_tokens(model)))
         tokens = self.max_num_tokens or usual
         check_values(
@@ -365,6 +370,8 @@ class EngineLimits:
             self.max_num_reqs, tokens, max_pages, cohorts, self.mixed, query_lens(speculation)
         )
         most = max_pages * self.max_num_reqs
+        # A single page for now: the number of pages is what the estimate of this executor's graphs
+        # decides.
         small = ResolvedLimits(budget, 1, self.page_size, speculation, self.max_step_seconds)
         here = split.layouts(model)
         if speculation is None or not here[0].first:
@@ -394,7 +401,7 @@ class EngineLimits:
 
 @attrs.frozen
 class ResolvedLimits:
-    """Limits with all numbers known."""
+    """`EngineLimits` in which every number is known."""
 
     budget: Budget
     num_pages: int
@@ -404,8 +411,8 @@ class ResolvedLimits:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options that must be equal on all ranks. Only the first rank has the draft model; the
-        others have its configuration."""
+        """The options that must be equal on all ranks. A draft model counts as its configuration,
+        since only the first rank has the model itself."""
         budget = attrs.asdict(self.budget, recurse=False)
         speculation = self.speculation
         if speculation is None:
@@ -445,7 +452,7 @@ RULES: dict[str, Rule] = {
 
 
 def stage_rule(model: Model) -> Rule:
-    """The rule of a number of stages that the model's layers are split into."""
+    """The rule for the number of stages that the model's layers are split into."""
     most = model.config.num_layers
     return (
         lambda value: is_int(value, 1, most)
@@ -453,7 +460,7 @@ def stage_rule(model: Model) -> Rule:
 
 
 def check_engine(call: str, model: Any, transport: Any = None, **options: Any) -> None:
-    """Check arguments of `Engine`, or those of `generate` and others that they pass on to it.
+    """Check the arguments of `Engine`, or those that `generate` and others pass on to it.
 
     Raises:
         RequestError: not a model, not a transport, or an option of the wrong type or out of range.
