@@ -1,5 +1,5 @@
-"""`Engine`: requests in, tokens out. The driver loop: schedule on the host, run on the device, read
-later."""
+"""`Engine`: requests in, tokens out. The driver loop schedules on the host, launches on the device,
+and reads results later."""
 
 import functools
 import itertools
@@ -47,28 +47,29 @@ from weft.transforms.pipelines.transports.local import Local
 
 @names_arguments(**ENGINE)
 class Engine:
-    """Continuous batching of a model: requests arrive and end at any time, and share every step.
+    """Continuous batching of a model: requests arrive and end at any time, and share its steps.
 
     Args:
         model: from `weft.load`; with a pipeline over processes, this rank's stage (`weft.load(...,
             stage=...)`).
-        limits: rows, tokens per step, pages. None: what fits in memory.
+        limits: the most requests, tokens per step, and pages. None: the defaults of `EngineLimits`.
         pipeline: the number of stages that the layers are split into.
-        tensor: the ranks that share each layer, each a process with its share (`weft.load(...,
-            shard=...)`); those that share a stage are neighbours. None: as many as the model has
-            shares.
-        graph: one of `weft.transforms.MODES`. On a GPU a step without a graph is padded, as in the
-            default mode.
+        tensor: the number of ranks that share each layer; each is a process with its share of the
+            weights (`weft.load(..., shard=...)`), and the ranks of one stage have consecutive
+            numbers. None: as many as the model has shares.
+        graph: one of `weft.transforms.MODES`. On a GPU, steps without a graph are padded as in the
+            default mode, so that all modes run the same kernels.
         transport: where the stages run; None: in this process. Every rank makes the same calls.
-        run_ahead: steps to launch before the tokens of the first are read, so that host and device
-            work together.
-        num_logprobs: the most logprobs that a request may ask for; -1: those of all tokens.
-        seed: for requests without one; None: a fresh one.
-        backend: of graphify.
+        run_ahead: steps to launch ahead of the step whose tokens are read, so that host and device
+            work at the same time.
+        num_logprobs: the most logprobs per token that a request may ask for; -1: the whole
+            vocabulary.
+        seed: the seed for requests that bring none; None: a random one.
+        backend: the backend of `graphify`.
         adapters: LoRA adapters by name (`weft.load_adapter`), for requests to choose from.
         speculation: how drafts are made, so that a step verifies several tokens; None: no drafts.
-        prefix_caching: whether requests share the pages of equal prefixes; False: each computes its
-            own.
+        prefix_caching: whether requests share the pages of equal prefixes; False: each request
+            computes all of its tokens.
 
     Raises:
         RequestError: an invalid argument, or limits that leave no room for a request.
@@ -128,7 +129,7 @@ class Engine:
         split.check(call, model, backend)
         if speculation is not None:
             speculation.check(call, model, 0 in split.here)
-        # Once, with one warning
+        # Resolved once, here, so that a mode that the attention cannot run in warns only once.
         graph = mode_within(call, graph, query_lens(speculation), model.functions.capability)
         self._is_distributed = split.is_distributed
         self._decides = 0 in self.transport.ranks(split.num_stages * split.num_shards)
@@ -150,6 +151,7 @@ class Engine:
         )
         self.limits = limits.resolve(model, split, speculation, executor)
         if seed is None:
+            # Ranks sample the same tokens only from the same seed, so rank 0 draws it.
             own_seed = self.transport.share(secrets.randbits(62))
         else:
             own_seed = seed
@@ -182,7 +184,7 @@ class Engine:
             self.limits = limit_steps(
                 self, limits.max_step_seconds, self._executor.classes.captured_tokens
             )
-            # as if nothing had been served
+            # The measurements used the engine itself: count as if it had served nothing.
             self._counts = Counts(self._executor.classes)
             self._num_added = 0
             self._outputs.ended, self._host.num_found = Counter(), 0
@@ -214,33 +216,36 @@ class Engine:
         """Add a request; the next `step()`s return its tokens.
 
         Args:
-            prompt: a string or token ids; or, with embeddings and positions of its own, a
-                `weft.EmbedsPrompt`, the same on every rank, bit for bit.
-            sampling: how its tokens are chosen, and what ends it; None: greedy. With `n` > 1 it has
-                `n` completions, which share the pages of the prompt.
-            max_tokens: the most tokens to generate; the model's own limit on positions may end it
-                sooner.
-            id: a name that no request has that has not ended; None: the engine makes one.
-            priority: FIFO within a priority; lower numbers first, and a higher one gets no turn
-                while they keep coming.
-            adapter: the name of its LoRA adapter, one of the engine's; None: the model alone.
+            prompt: a string, token ids, or, with embeddings and positions, a `weft.EmbedsPrompt`;
+                the same on every rank, bit for bit.
+            sampling: how tokens are chosen, and what ends the request; None: greedy. With `n` > 1
+                it has `n` completions, which share the pages of the prompt.
+            max_tokens: the most tokens to generate; the model's limit on positions may end the
+                request sooner.
+            id: a name that no unfinished request has; None: the engine makes one.
+            priority: lower numbers run first, FIFO among equal ones; a request with a higher number
+                can starve while lower ones keep coming.
+            adapter: the name of one of the engine's LoRA adapters; None: the model alone.
             mask: a function, such as a grammar's, that is called before each token with the tokens
                 generated so far and returns those that may be next
-                (`weft.transforms.engine.requests.masks.Mask`); None: any token. Each token waits
-                until the one before has been read: no run-ahead, no drafts. If the function raises
-                or allows nothing, this request alone ends with an error.
-            extras: the request's own inputs for the model's stages, by name
-                (`model.with_stages(..., extras=...)`), and those of its prompt's tokens
-                (`token_extras=...`); names that it leaves out have the model's defaults.
-            cache_salt: it shares pages of the prefix cache with requests of the same salt alone.
+                (`weft.transforms.engine.requests.masks.Mask`); None: any token. Each token has to
+                be read before the next one is computed, so the request has no run-ahead and no
+                drafts. If the function raises or allows nothing, only this request ends with an
+                error.
+            extras: the request's extra inputs for the model's stages, by name
+                (`model.with_stages(..., extras=...)`), and per-token inputs of its prompt
+                (`token_extras=...`); omitted names have the model's defaults.
+            cache_salt: the request shares pages of the prefix cache only with requests of the same
+                salt.
 
         Returns:
             The id.
 
-        Ctrl-C waits until the request is in the engine. After any other exception nothing of it is.
+        Ctrl-C waits until the request is in the engine. After any other exception, no part of the
+        request is in it.
 
         Raises:
-            RequestError: it could never be served. Other requests go on.
+            RequestError: the request could never be served. Other requests go on.
             EngineError: an earlier step raised; or another thread is inside a call of the engine.
         """
         with self._calls.enter("engine.add(...)", nests=True) as entered:
@@ -264,22 +269,24 @@ class Engine:
                 entered.changing = "add"
                 self._insert(name, requests, mask)
                 entered.changing = ""
-            except BaseException as error:  # all of it is in the engine, or nothing
+            except BaseException as error:
+                # Roll back: the request is in the engine as a whole, or not at all.
                 self._host = forget(self._host, [each.id for each in requests])
                 self._outputs.forget(name, requests)
                 self._num_added = index
-                if not self._is_distributed or isinstance(
-                    error, WeftError
-                ):  # other ranks may have it
+                # In a distributed engine any other error may be this rank's alone, while other ranks
+                # hold the request: the call stays marked, which ends the engine.
+                if not self._is_distributed or isinstance(error, WeftError):
                     entered.changing = ""
                 raise
         return name
 
     def _insert(self, name: str, requests: Sequence[Request], mask: Mask | None) -> None:
-        """Put a request's completions into the books."""
+        """Enter a request's completions in the scheduler's and the outputs' books."""
         if self._is_distributed:
             self.transport.assert_equal("the request", f"{requests[0]}, n={len(requests)}")
-        for request in requests:  # the later ones wait for the pages of their prompt
+        # Later completions wait for the first one to compute the prompt's pages.
+        for request in requests:
             self._host = add(
                 self._host,
                 request,
@@ -292,10 +299,10 @@ class Engine:
     def abort(self, id: str) -> list[RequestOutput]:
         """End a request; returns the last output of each completion that had not ended.
 
-        Ctrl-C waits until it has ended: then the next `step()` returns these outputs.
+        Ctrl-C waits until the request has ended; the next `step()` then returns these outputs.
 
         Raises:
-            RequestError: the engine has no request of this name, or it has ended.
+            RequestError: there is no request of this name, or it has ended.
             EngineError: another thread is inside a call of the engine.
         """
         with self._calls.enter(
@@ -304,9 +311,8 @@ class Engine:
             names = self._outputs.names(call, id)
             entered.changing = "abort"
             self.transport.assert_equal("the abort", repr(id))
-            if (
-                not self._calls.is_broken
-            ):  # else nothing of it will be stepped again, and its pages are not known
+            # A broken engine steps no more, and its books of pages cannot be trusted.
+            if not self._calls.is_broken:
                 for name in names:
                     self._host = finish(self._host, name, "abort")
             outputs = [self._outputs.end(name, "abort", []) for name in names]
@@ -316,7 +322,8 @@ class Engine:
             outputs = joined_by_completion([*before, *outputs])
             self._unreturned = [*kept, *outputs]
             entered.changing = ""
-        self._unreturned = kept  # after an interrupt they stay there
+        # An interrupt that comes before this line leaves them for the next `step()`.
+        self._unreturned = kept
         return outputs
 
     @names_arguments(**for_add(attrs.fields_dict(SamplingParams)))
@@ -334,9 +341,9 @@ class Engine:
         cache_salt: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of one request as an async iterator. Any number of streams share one event
-        loop, a task of which steps the engine: do not call `step()` or iterate over the engine
-        meanwhile. A consumer that stops (`aclose()`, `break`, a cancelled task) aborts its request.
-        All stages must run in this process.
+        loop, and one task of that loop steps the engine; do not call `step()` or iterate over the
+        engine meanwhile. A consumer that stops (`aclose()`, `break`, a cancelled task) aborts its
+        request. All stages must run in this process.
 
         Args:
             prompt, sampling, max_tokens, id, priority, adapter, mask, extras, cache_salt: as `add`
@@ -371,13 +378,13 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is left, and no step whose tokens were not read."""
+        """Whether no request is left, no launched step is unread, and no output is unreturned."""
         return not (
             len(self._outputs) or self._pending or self._unreturned or self._executor.num_running
         )
 
     def is_under_way(self, id: str) -> bool:
-        """Whether the request of that id has not ended."""
+        """Whether there is a request of that id that has not ended."""
         return id in self._outputs
 
     def is_ready(self) -> bool:
@@ -391,22 +398,23 @@ class Engine:
                 self._step()
             while self._unreturned:
                 output = self._unreturned[0]
-                # No function is called up to `yield`, so that no interrupt comes between
+                # No call between `del` and `yield`, where Python could run a signal handler and
+                # lose the output.
                 del self._unreturned[0]
                 yield output
 
     def step(self) -> list[RequestOutput]:
-        """Launch work as far ahead as is allowed, and read the oldest; returns one output for each
-        completion that got tokens or ended, if there was something to read.
+        """Launch steps up to the run-ahead limit and read the oldest unread one; returns one output
+        for each completion that got tokens or ended.
 
-        Ctrl-C waits until the step has ended: the engine goes on, and the next `step()` also
-        returns the outputs of this one. A second Ctrl-C ends the step at once, and the engine with
-        it. Other exceptions that come from outside in the middle of a step (a signal's own handler,
-        `PyThreadState_SetAsyncExc`) end the engine, too.
+        Ctrl-C waits until the step has ended: the engine stays usable, and the next `step()` also
+        returns the outputs of this one. A second Ctrl-C interrupts the step at once and leaves the
+        engine unusable. So do other asynchronous exceptions in the middle of a step (from another
+        signal's handler, or `PyThreadState_SetAsyncExc`).
 
         Raises:
-            EngineError: an earlier step was interrupted by an error, and what it did is not known;
-                or another thread is inside a call of the engine.
+            EngineError: an earlier step was interrupted by an error, so that the engine's state is
+                unknown; or another thread is inside a call of the engine.
             BaseException: whatever a step raises.
         """
         self._step()
@@ -415,7 +423,7 @@ class Engine:
         return outputs
 
     def _step(self) -> None:
-        """Take a step, whose outputs are then among those that were not returned."""
+        """Take a step, and add its outputs to the unreturned ones."""
         with self._calls.enter("engine.step()") as entered:
             self._check_weights()
             entered.changing = "step"
@@ -426,13 +434,13 @@ class Engine:
             else:
                 outputs = []
             self._unreturned += outputs
-            if is_behind:  # an interrupted step's are here still
+            if is_behind:  # outputs of an interrupted step, not returned yet
                 self._unreturned = joined_by_completion(self._unreturned)
             entered.changing = ""
 
     def launch(self) -> None:
-        """Launch steps until `run_ahead` of them follow the next one to read, or until there is no
-        work."""
+        """Launch steps until `run_ahead` of them are in flight after the next one to read, or until
+        no work is left."""
         with self._calls.enter("engine.launch()") as entered:
             self._check_weights()
             entered.changing = "step"
@@ -449,14 +457,18 @@ class Engine:
     def _launch(self) -> None:
         if self._weights.are_changed:
             self._outdate()
+            # Copies the adapters, which may have changed in place, into their slots again.
             self._weights.write((), {})
         while len(self._pending) <= self.run_ahead:
             if not self._launch_step():
+                # A pipeline returns finished work only while later work is submitted, so without
+                # any, flush.
                 self._copy_results(self._executor.flush())
                 return
 
     def _launch_step(self) -> bool:
-        """Schedule a step of every cohort, and launch it; False if there is nothing to do."""
+        """Schedule a step of every cohort and launch these steps; False if there is nothing to
+        do."""
         works: list[Work] = []
         for _ in range(self.limits.budget.num_cohorts):
             self._host, more = schedule(self._host, self.limits.budget)
@@ -465,6 +477,8 @@ class Engine:
             works = self._apply_masks(works)
             if self._is_distributed:
                 for work in works:
+                    # Every rank schedules for itself; a rank that decided otherwise must not go
+                    # unnoticed.
                     self.transport.assert_equal("the work", work.summary)
             self._copy_results(self._executor(works))
             for work in works:
@@ -473,13 +487,14 @@ class Engine:
         return bool(works)
 
     def _apply_masks(self, works: Sequence[Work]) -> list[Work]:
-        """The works with their requests' masks. A request whose mask fails ends, and what is
-        sampled for it is dropped."""
+        """The works with their requests' masks. A request whose mask fails ends, and tokens sampled
+        for it are dropped."""
         masked, failed = self._outputs.apply_masks(
             works, self.transport.share, decides=self._decides
         )
         for name, error in failed.items():
-            if self._host.find(name) is not None:  # its mask may have aborted it
+            # The mask function may have aborted its own request.
+            if self._host.find(name) is not None:
                 self._host = finish(self._host, name, "error")
                 self._unreturned.append(self._outputs.end(name, "error", [], error))
         return masked
@@ -490,11 +505,12 @@ class Engine:
             self._pending.append(PendingResults(finished, self._executor.received(finished)))
 
     def _read(self, pending: PendingResults) -> list[RequestOutput]:
-        """Wait for results, and hand each request its tokens."""
+        """Wait for results, and give each request its tokens."""
         outputs: dict[str, RequestOutput] = {}
         for work, result in pending.wait(self.transport.check if self._is_distributed else None):
             if result is None or not work.feeds:
                 continue
+            # Before the tokens, which may end a completion and so close it.
             self._outputs.append_per_token(work, result)
             self._host, got = observe(self._host, work.job, result.token_ids, result.faults)
             self._counts.read(result)
@@ -515,26 +531,27 @@ class Engine:
         self, params: Params | None = None, *, adapters: Mapping[str, Adapter] | None = None
     ) -> None:
         """Change the parameters. Pages of the KV cache that were computed with the old ones are not
-        read again: unfinished requests keep their tokens, and their pages are computed anew. Graphs
-        are not captured again.
+        read again: unfinished requests keep their tokens, and recompute their pages. Graphs stay
+        valid and are not captured again.
 
-        The new values are written into the tensors of `engine.model`. If you change those in place
-        yourself, or an adapter's, as an optimizer does, the next step notices, as far as torch
-        counts changes: by operators, but not those to a tensor's `.data`, by `fused=True`
-        optimizers, an array, your own kernel, another process, or in inference mode: then call
-        `engine.update()`. With stages in other processes, call it after every change, on every
-        rank.
+        The new values are written into the tensors of `engine.model`. If you change those tensors
+        or an adapter's in place yourself, as an optimizer does, the next step notices if torch
+        counts the change. torch counts changes by operators; it does not count writes to a tensor's
+        `.data`, by a `fused=True` optimizer, through an array, by your own kernel, by another
+        process, or in inference mode. After such a write, call `engine.update()`. With stages in
+        other processes, call it after every change, on every rank.
 
         Args:
             params: parameters as in a model of `weft.load`; or tensors by transformers' names, such
-                as a `state_dict()`: parameters that it does not name stay, and those of other
-                stages are skipped. Between ranks, 4 values of each are compared. None: they were
+                as a `state_dict()`. Parameters that it does not name stay, and those of other
+                stages are skipped. Ranks compare 4 values of each tensor. None: the parameters were
                 changed in place.
-            adapters: new adapters under names that the engine was made with, of no larger rank.
+            adapters: new adapters, under names that the engine was made with, and with no larger
+                LoRA rank.
 
         Raises:
-            RequestError: parameters or adapters that do not fit, or two names of one tensor, such
-                as a tied head, with different values; nothing is changed.
+            RequestError: parameters or adapters do not fit, or two names of one tensor, such as a
+                tied head, have different values. Nothing is changed then.
 
         >>> from weft.stages import DEMO, load
         >>> engine = Engine(load(DEMO, "cpu"), graph="none")
@@ -561,8 +578,8 @@ class Engine:
         self._host = outdate(self._host)
 
     def reset_prefix_cache(self) -> int:
-        """Let no later request find the pages computed so far; returns how many could be found.
-        Requests under way keep theirs. With stages in other processes, call it on every rank."""
+        """Remove all pages from the prefix cache; returns how many it held. Unfinished requests
+        keep their pages. With stages in other processes, call it on every rank."""
         with self._calls.enter(call := "engine.reset_prefix_cache()", nests=True) as entered:
             entered.changing = "reset_prefix_cache"
             self.transport.assert_equal("the call", call)
@@ -571,15 +588,17 @@ class Engine:
         return count
 
     def warm_up(self) -> Stats:
-        """Capture all graphs, on padding, with a progress bar on a terminal; returns `stats()`. On
-        a GPU kernels are compiled first, also for larger steps without a graph, which then run
-        once; not in mode none. Steps with masks, embeddings or prompt logprobs have other graphs,
-        captured when first needed. For even latency, call `gc.collect` and `gc.freeze` afterwards:
-        a full collection takes 0.1 s. With stages elsewhere, call it on every rank."""
+        """Capture all graphs on padding, with a progress bar on a terminal; returns `stats()`. On a
+        GPU, kernels are compiled first, and larger steps without a graph run once; in mode none
+        nothing is done. Steps with masks, embeddings or prompt logprobs have other graphs, which
+        are captured when first needed. For even latency, call `gc.collect` and `gc.freeze`
+        afterwards: a full collection takes 0.1 s. With stages in other processes, call it on every
+        rank."""
         with self._calls.enter(call := "engine.warm_up()", nests=True, defers=False) as entered:
             entered.changing = "step"
             self.transport.assert_equal("the call", call)
-            self._copy_results(self._executor.flush())  # what is under way has the states
+            # Running work owns the states that capture needs.
+            self._copy_results(self._executor.flush())
             entered.changing = ""
             capture_all(self._executor)
         return self.stats()

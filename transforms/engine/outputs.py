@@ -1,5 +1,4 @@
-"""Outputs: from the tokens that a step sampled to each request's text, stop texts, outputs and
-streams."""
+"""Outputs: from the tokens that a step sampled to each request's text, stop texts and streams."""
 
 import asyncio
 import itertools
@@ -28,29 +27,27 @@ from weft.transforms.engine.requests.masks import (
 from weft.transforms.engine.steps.results import StepResult
 from weft.transforms.engine.steps.step import Work
 
-# Pause between two looks at the device while a stream waits.
+# Pause between two polls of the device while a stream waits.
 _POLL_SECONDS = 1e-4
 _NO_CAPTURES = 0, 0
 
 
-@attrs.define(
-    eq=False
-)  # not frozen, which takes three times as long to make: there is one for every token
+# Not frozen: a frozen object takes three times as long to make, and every token makes one.
+@attrs.define(eq=False)
 class RequestOutput:
     """What one completion of a request got in a step of the engine.
 
     Args:
         id: of the request.
-        index: which of its completions (`SamplingParams.n`), from 0 on.
+        index: the number of the completion (`SamplingParams.n`), from 0.
         token_ids: the new tokens.
         text: the new text; None where the checkpoint has no tokenizer, or the request asked for
             none.
-        finish_reason: None: it goes on. `stop` (a token or a text that ends it), `length`, `abort`,
-            or `error`.
+        finish_reason: None: it has not ended. Otherwise `stop` (a stop token or a stop text),
+            `length`, `abort`, or `error`.
         track: the whole completion so far: tokens, logprobs, text, times.
-        error: with the reason `error`, what went wrong with this request alone.
-        captured_range: the places, in the request, of the tokens whose captures are new, from the
-            first to the one after the last.
+        error: if the reason is `error`, what went wrong with this request.
+        captured_range: the half-open range of the request's tokens whose captures are new.
     """
 
     id: str
@@ -64,19 +61,20 @@ class RequestOutput:
 
     @property
     def stop_reason(self) -> int | str | None:
-        """The token or the text that ended it; None: it goes on, or the model's own end-of-sequence
-        token did."""
+        """The stop token or the stop text that ended it; None: it has not ended, or the model's own
+        end-of-sequence token ended it."""
         return self.track.stop_reason
 
     @property
     def captured(self) -> dict[str, Tensor]:
-        """The captures of the tokens that were read since the last output, those of the prompt
-        first: [n, ...] by name (`weft.stages.sow`). The last token of a completion is not read."""
+        """The captures of the tokens that the model has processed since the last output, the
+        prompt's first: [n, ...] by name (`weft.stages.sow`). A completion's last token is never
+        processed."""
         return self.track.captured_of(*self.captured_range)
 
 
 def joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    """Two consecutive outputs of one completion as one."""
+    """Join two consecutive outputs of one completion."""
     if second.text is None:
         text = None
     else:
@@ -88,7 +86,7 @@ def joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
 
 
 def joined_by_completion(outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
-    """One output for each completion, in the order of the first ones."""
+    """Join the outputs of each completion, in the order of their first outputs."""
     joined_outputs: dict[tuple[str, CompletionState], RequestOutput] = {}
     for output in outputs:
         key = output.id, output.track
@@ -105,7 +103,8 @@ class _OpenCompletion:
     Args:
         id, index: of its outputs.
         state: what it has generated.
-        first_job: earlier jobs belong to an earlier request of the same name.
+        first_job: the first job that can belong to it: earlier jobs belong to an earlier request of
+            the same name.
     """
 
     id: str
@@ -117,7 +116,7 @@ class _OpenCompletion:
     def output(
         self, tokens: list[int], reason: str | None = None, error: WeftError | None = None
     ) -> RequestOutput:
-        """An output with these tokens and the text that is new."""
+        """An output with these tokens, and with the text and captures that are new."""
         state = self.state
         if state.tokenizer is None:
             text = None
@@ -131,10 +130,10 @@ class _OpenCompletion:
 
 
 class MaskClock:
-    """The processor's time that the masks of a step take, by request.
+    """The CPU time that the masks of a step take, by request.
 
     Args:
-        num_requests: those with masks in the step.
+        num_requests: the number of requests with masks in the step.
     """
 
     def __init__(self, num_requests: int) -> None:
@@ -142,25 +141,27 @@ class MaskClock:
         self._num_requests = num_requests
 
     def now(self) -> float:
-        """Seconds of this thread's, not those in which others had the processor."""
+        """Seconds of CPU time of this thread, so that time taken by other threads does not
+        count."""
         return time.thread_time()
 
     def note(self, id: str, begin: float) -> None:
-        """Note a mask that was begun at `begin`."""
+        """Add the time of a mask that started at `begin`."""
         self.seconds[id] = self.seconds.get(id, 0.0) + self.now() - begin
 
     def budget(self, budget: MaskBudget) -> MaskBudget:
-        """A request's share of a budget."""
+        """One request's share of a budget."""
         return budget.share(self._num_requests)
 
 
 class OutputProcessor:
-    """The completions that have not ended, by name; a request's first one has the request's name.
+    """The completions that have not ended, by name; a request's first completion has the request's
+    name.
 
     Args:
         tokenizer: None: completions have no text.
         vocab_size: the size of masks.
-        eos_ids: the model's own ends.
+        eos_ids: the model's end-of-sequence tokens.
 
     Attributes:
         ended: completions that have ended, by reason.
@@ -193,7 +194,8 @@ class OutputProcessor:
         return list(find_open(call, self._names, id))
 
     def add(self, id: str, requests: Sequence[Request], first_job: int, mask: Mask | None) -> None:
-        """Add a request's completions; the first one collects the logprobs of the prompt for all."""
+        """Add a request's completions; the first one collects the prompt's logprobs for all of
+        them."""
         tokenization = self._tokenizer, self._special_ids, self._eos_ids
         states = [CompletionState(request, *tokenization) for request in requests]
         if mask is None:
@@ -213,7 +215,7 @@ class OutputProcessor:
         self._names[id] = [request.id for request in requests]
 
     def forget(self, id: str, requests: Sequence[Request]) -> None:
-        """Take back what `add` has done, or has begun to do."""
+        """Undo `add`, also one that was interrupted."""
         self._names.pop(id, None)
         self._budgets.pop(id, None)
         for request in requests:
@@ -221,14 +223,13 @@ class OutputProcessor:
             self._open.pop(request.id, None)
 
     def note_admissions(self, work: Work) -> None:
-        """Note the time at which requests were given rows."""
+        """Record the time at which requests were given rows."""
         if work.edits.admissions:
             names = dict(zip(work.rows, work.requests, strict=True))
             for admission in work.edits.admissions:
                 completion = self._open.get(names[admission.row])
-                if (
-                    completion is not None and completion.state.times.admitted is None
-                ):  # its mask may have ended it
+                # Its mask may have ended the request.
+                if completion is not None and completion.state.times.admitted is None:
                     completion.state.times.admitted = time.monotonic()
 
     def apply_masks(
@@ -240,8 +241,9 @@ class OutputProcessor:
         Args:
             works: of one step.
             share: sends rank 0's value to all ranks (`Transport.share`).
-            decides: this is rank 0, by whose clock a mask takes too long. If a mask has a budget,
-                the others hear first which masks failed there, and compute the rest.
+            decides: whether this is rank 0, whose clock decides if a mask takes too long. If a mask
+                has a budget, the other ranks first receive which masks failed on rank 0, and then
+                compute the rest.
         """
         masked = [name for work in works for name in _sampled(work) if name in self._masks]
         if not masked:
@@ -249,7 +251,7 @@ class OutputProcessor:
         clock = MaskClock(len({self._open[name].id for name in masked}))
         failed: dict[str, RequestError] = {}
         # Without a budget nothing is shared: ranks with different requests would wait for each
-        # other before they compare them.
+        # other here, before the comparison that reports the difference.
         has_budget = any(self._open[name].id in self._budgets for name in masked)
         if has_budget and not decides:
             failed = {name: RequestError(*words) for name, words in share(None).items()}
@@ -271,7 +273,8 @@ class OutputProcessor:
     def _mask(
         self, name: str, failed: dict[str, RequestError], clock: MaskClock | None
     ) -> bytes | None:
-        if name in failed or name not in self._masks:  # the mask of another may have ended it
+        # Another request's mask may have ended this one.
+        if name in failed or name not in self._masks:
             return None
         completion = self._open[name]
         begin = 0.0 if clock is None else clock.now()
@@ -292,7 +295,7 @@ class OutputProcessor:
     def _check_budget(
         self, completion: _OpenCompletion, failed: dict[str, RequestError], clock: MaskClock
     ) -> None:
-        """Let all completions of a request fail whose masks have taken too long."""
+        """Fail all completions of a request whose masks have taken too long."""
         budget = clock.budget(self._budgets[completion.id])
         seconds = clock.seconds[completion.id]
         debt = self._debts.get(completion.id, 0.0)
@@ -312,8 +315,8 @@ class OutputProcessor:
             failed.setdefault(each, RequestError(call, problem, instead))
 
     def append_per_token(self, work: Work, result: StepResult) -> None:
-        """Append what a step returned of each token: the logprobs of prompts, and what the stages
-        captured."""
+        """Append what a step returned per token: the logprobs of prompts, and the stages'
+        captures."""
         if work.targets:
             self._append_prompt_logprobs(work, result)
         if work.captures:
@@ -324,7 +327,7 @@ class OutputProcessor:
         first = 0
         for name, targets, start in zip(work.requests, work.targets, work.starts, strict=True):
             completion = self._open.get(name)
-            # Not of an earlier request of the same name
+            # The job may belong to an earlier request of the same name.
             is_its = completion is not None and work.job >= completion.first_job
             if (
                 completion is not None
@@ -335,10 +338,10 @@ class OutputProcessor:
             first += len(targets)
 
     def _append_captured(self, work: Work, result: StepResult) -> None:
-        """Append what a step captured of each request's tokens; of a decode, those that it keeps."""
-        if (
-            not work.token_ids and work.query_len == 1
-        ):  # the same for a token each, in half the time
+        """Append what a step captured for each request's tokens; of a decode with drafts, for the
+        accepted ones."""
+        # A fast path, twice as fast, for decodes of one token each.
+        if not work.token_ids and work.query_len == 1:
             for row, (name, tokens) in enumerate(zip(work.requests, result.token_ids, strict=True)):
                 if (
                     tokens
@@ -371,11 +374,11 @@ class OutputProcessor:
     def append(
         self, name: str, result: StepResult, row: int, count: int, reason: str
     ) -> RequestOutput:
-        """Append the first `count` tokens of a row of a step to a completion; a stop text, or a
-        token that cannot be decoded, ends it earlier.
+        """Append the first `count` tokens of a step's row to a completion; a stop text, or a token
+        that cannot be decoded, ends it earlier.
 
         Args:
-            reason: why it ends after these tokens; empty: it goes on.
+            reason: why it ends after these tokens; empty: it does not end.
         """
         completion = self._open[name]
         tokens = result.token_ids[row]
@@ -400,11 +403,11 @@ class OutputProcessor:
     def end(
         self, name: str, reason: str, tokens: list[int], error: WeftError | None = None
     ) -> RequestOutput:
-        """End a completion; returns its last output. If its text cannot be decoded, the reason is
-        `error`.
+        """End a completion and return its last output. If its text cannot be decoded, the reason
+        becomes `error`.
 
         Args:
-            error: with the reason `error`, what went wrong.
+            error: if the reason is `error`, what went wrong.
         """
         completion = self._open[name]
         try:
@@ -424,12 +427,12 @@ class OutputProcessor:
 
 
 def _sampled(work: Work) -> Iterable[str]:
-    """The completions for which a step samples."""
+    """The names of the completions for which a step samples."""
     return itertools.compress(work.requests, work.samples)
 
 
 def _with_masks(work: Work, masks: Mapping[str, bytes]) -> Work:
-    """The work with the masks of those for which it samples."""
+    """The work with the masks of the completions for which it samples."""
     sampled = {*_sampled(work)}
     of_rows = tuple(masks.get(name) if name in sampled else None for name in work.requests)
     if all(mask is None for mask in of_rows):
@@ -446,12 +449,12 @@ def _undecodable(completion: _OpenCompletion, error: BaseException) -> RequestEr
 
 class Streams:
     """The streams of an engine: while there are any, one task of the event loop steps the engine
-    for all of them.
+    for all.
 
     Args:
-        engine: the `Engine`, whose module imports this one.
-        is_distributed: whether other processes run some of its stages; they could not know when
-            requests arrive.
+        engine: the `Engine`; typed `Any` since its module imports this one.
+        is_distributed: whether other processes run some of its stages; streams are then refused,
+            since those processes cannot know when requests arrive.
     """
 
     def __init__(self, engine: Any, is_distributed: bool) -> None:
@@ -493,7 +496,7 @@ class Streams:
                 self._engine.abort(name)
 
     def _check_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Raise EngineError if the engine is stepped by a task of another event loop that runs."""
+        """Raise EngineError if a task of another running event loop steps the engine."""
         if self._task is None or self._task.done():
             return
         other = self._task.get_loop()
@@ -510,13 +513,15 @@ class Streams:
                 queue.put_nowait(output)
 
     async def _run(self) -> None:
-        """Step the engine while there are streams; an error of a step is raised in all of them."""
+        """Step the engine while there are streams; an error in a step is raised in all of them."""
         try:
             while self._queues:
                 self._engine.launch()
+                # Poll: a blocking wait for the device would block the event loop.
                 while not self._engine.is_ready():
                     await asyncio.sleep(_POLL_SECONDS)
                 self.publish(self._engine.step())
+                # Let the consumers take their outputs before the next step.
                 await asyncio.sleep(0)
         except BaseException as error:
             for queue in self._queues.values():

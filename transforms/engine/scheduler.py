@@ -1,9 +1,9 @@
-"""The scheduler: decides on the host what every step computes, some steps ahead of the tokens that
-it has read.
+"""The scheduler: decides on the host what every step computes, some steps before the host has read
+the tokens that earlier steps sampled.
 
-Each function takes the host's state and returns the next one, which owns what the old one held. The
-result depends on the arguments alone: ranks that see the same requests and read the same tokens
-between the same calls decide the same.
+Each function takes the host's state as a donated argument and returns the next state. The result
+depends only on the arguments: ranks that make the same calls with the same requests and tokens make
+the same decisions.
 """
 
 import bisect
@@ -42,12 +42,12 @@ def add(host: HostState, request: Request, budget: Budget, behind: str | None = 
         host: donated.
         request: what the user asked for.
         budget: the scheduler's limits.
-        behind: the id of a request that has not ended and has the same prompt: this one waits until
-            that prompt is in the cache, and shares its pages; the prompt's logprobs are computed
-            for that one alone.
+        behind: the id of an unfinished request with the same prompt. This request waits until that
+            prompt is in the cache, and shares its pages; only that one computes the prompt's
+            logprobs.
 
     Raises:
-        RequestError: its id is taken, or it could never be served.
+        RequestError: the request's id is taken, or it could never be served.
     """
     call = f"engine.add(..., id={request.id!r})"
     length = len(request.prompt) + request.max_tokens
@@ -87,7 +87,7 @@ def add(host: HostState, request: Request, budget: Budget, behind: str | None = 
 
 
 def forget(host: HostState, request_ids: Sequence[str]) -> HostState:
-    """Take requests out of the books that `add` has put there since the last step, or has begun to.
+    """Remove requests that `add` has entered since the last step, completely or in part.
 
     Args:
         host: donated.
@@ -100,7 +100,7 @@ def forget(host: HostState, request_ids: Sequence[str]) -> HostState:
 
 
 def finish(host: HostState, request_id: str, reason: str) -> HostState:
-    """End a request; tokens of steps already launched are dropped when they are read.
+    """End a request; tokens of launched steps are dropped when they are read.
 
     Args:
         host: donated.
@@ -115,12 +115,14 @@ def finish(host: HostState, request_id: str, reason: str) -> HostState:
 
 
 def outdate(host: HostState) -> HostState:
-    """Note that the parameters have changed: no page computed before is read again. Running
-    requests begin again with the tokens that they have, those of launched steps included.
+    """Note that the parameters have changed, so that no page computed before is read again. Running
+    requests are preempted, and restart with the tokens that they have, including those of launched
+    steps.
 
     Args:
         host: donated.
     """
+    # The version salts every page's hash, so that pages of the old parameters match no request.
     host.version += 1
     for req in list(host.running.values()):
         preempt(host, req)
@@ -133,18 +135,18 @@ def outdate(host: HostState) -> HostState:
 def observe(
     host: HostState, job: int, token_ids: Sequence[Sequence[int]], faults: Container[int] = ()
 ) -> tuple[HostState, list[tuple[int, RequestState, int]]]:
-    """Read the tokens that a job sampled; jobs are read in order.
+    """Record the tokens that a job sampled; jobs are read in order.
 
     Args:
         host: donated.
         job: its number.
         token_ids: the new tokens of each row of its batch.
-        faults: the rows in which no token could be drawn after these: their requests end with the
-            reason `error`, and the pages they computed leave the prefix cache.
+        faults: the rows in which no further token could be drawn. Their requests end with the
+            reason `error`, and the pages that they computed leave the prefix cache.
 
     Returns:
         The host's state, and the requests that got tokens or ended: place in the batch, request,
-        and number of tokens, none of them after its end. A request that ended has a `reason`.
+        and number of tokens up to its end. A request that ended has a `reason`.
     """
     got = []
     page_size = host.pages.page_size
@@ -152,8 +154,9 @@ def observe(
         req.num_unread -= 1
         req.max_unread -= most
         if req.reason:
-            continue  # it has ended, and these tokens were sampled before the host knew
+            continue  # it ended while this step was in flight: drop these tokens
         count = _append_tokens(host, req, token_ids[index])
+        # A cheap test first: most tokens fill no page.
         if len(req.tokens) >= (req.num_published + 1) * page_size and not req.reason:
             publish_pages(host, req)
         if index in faults and not req.reason:
@@ -165,13 +168,14 @@ def observe(
 
 
 def _append_tokens(host: HostState, req: RequestState, token_ids: Sequence[int]) -> int:
-    """Append tokens up to one that ends the request; returns how many."""
+    """Append tokens up to the one that ends the request; returns how many were appended."""
     tokens = req.tokens
     stops = req.stops
     max_len = req.max_len
     for count, token in enumerate(token_ids, 1):
         tokens.append(token)
         if token in stops or len(tokens) == max_len:
+            # Published first: `end` gives the pages up.
             publish_pages(host, req)
             end(host, req, "stop" if token in stops else "length")
             return count
@@ -182,17 +186,17 @@ def schedule(host: HostState, budget: Budget) -> tuple[HostState, tuple[Work, ..
     """Schedule the next cohort's steps: its decodes, and as many prompt tokens as the budget
     allows.
 
-    FIFO within a priority; lower numbers first, so that a request of a higher number may wait
-    without a bound. When pages run out, the last request in that order is preempted: it gives up
-    its pages and begins again later. Its tokens are computed again, and none is sampled twice. A
-    decode that shares a batch with prompts has no drafts.
+    Lower priority numbers go first, FIFO among equal ones, so that a request with a higher number
+    may wait without a bound. When pages run out, the last request in that order is preempted: it
+    gives up its pages and starts again later. Its tokens are then recomputed, but none is sampled
+    twice. A decode that shares a batch with prompts has no drafts.
 
     Args:
         host: donated.
         budget: the scheduler's limits.
 
     Returns:
-        The host's state, and the work: none, one step, or two (decodes and prompts apart).
+        The host's state, and the work: no step, one, or two (decodes and prompts apart).
     """
     cohort = host.num_ticks % budget.num_cohorts
     host.num_ticks += 1
@@ -209,6 +213,8 @@ def schedule(host: HostState, budget: Budget) -> tuple[HostState, tuple[Work, ..
         scheduled = [*((req, 0) for req in decodes), *chunks]
         works.append(_make_work(host, attrs.evolve(edits, growths=growths), scheduled))
     for req, _ in chunks:
+        # Before the step has computed them: steps run in order, so whoever finds these pages reads
+        # them in a later step.
         publish_pages(host, req)
         publish_prompt(host, req)
     return host, tuple(works)
@@ -217,10 +223,12 @@ def schedule(host: HostState, budget: Budget) -> tuple[HostState, tuple[Work, ..
 def _schedule_decodes(
     host: HostState, budget: Budget, cohort: int
 ) -> tuple[int, list[RequestState], tuple[Growth, ...]]:
-    """The tokens per request of a cohort's next decode, its requests, and the pages they get."""
+    """The tokens per request of a cohort's next decode, its requests, and the pages that they
+    get."""
     ready = [
         req
         for req in host.cohorts[cohort]
+        # A masked request waits for its last token: the mask of the next one depends on it.
         if req.on_device and not req.is_full and not (req.num_unread and req.request.is_masked)
     ]
     query_len = choose_query_len(host, budget, ready)
@@ -229,7 +237,8 @@ def _schedule_decodes(
     page_size = host.pages.page_size
     for req in ready:
         if req.row < 0:
-            continue  # preempted for one of the others
+            continue  # preempted to free pages for another one
+        # A cheap test before `_pages_needed`: most decodes fit in the pages that they have.
         reach = req.length - 1 + query_len
         if reach > len(req.pages) * page_size and (need := _pages_needed(host, req, query_len)):
             if not _preempt_for(host, req, need):
@@ -246,9 +255,9 @@ def choose_query_len(host: HostState, budget: Budget, ready: Sequence[RequestSta
     """The tokens per request of a decode, drafts included.
 
     It is the smallest captured length that holds all tokens that any request can use. If the step
-    has no room for that, or too few pages are free, it is the next smaller one that fits: no
-    request is preempted for drafts. It is 1 if any request has a mask, which is known for the next
-    token only.
+    has no room for it, or too few pages are free, it is the next smaller length that fits: no
+    request is preempted for drafts. It is 1 if any request has a mask, which is known only for the
+    next token.
     """
     if max(budget.query_lens) == 1 or any(req.request.is_masked for req in ready):
         return 1
@@ -268,7 +277,8 @@ def choose_query_len(host: HostState, budget: Budget, ready: Sequence[RequestSta
 
 def _pages_needed(host: HostState, req: RequestState, query_len: int) -> int:
     """Pages that a request lacks for a step of `query_len` tokens, however many drafts of the
-    launched steps are accepted. Its very last token is never read, and needs no slot."""
+    launched steps are accepted. The last token that it can have is never fed to the model, so it
+    needs no slot."""
     reach = req.num_computed + query_len
     has = len(req.pages)
     if reach <= has * host.pages.page_size:
@@ -278,7 +288,7 @@ def _pages_needed(host: HostState, req: RequestState, query_len: int) -> int:
 
 def _preempt_for(host: HostState, req: RequestState, count: int) -> bool:
     """Preempt requests, the last in scheduling order first, until `count` pages are free; False if
-    `req` itself had to go."""
+    `req` itself was preempted."""
     while host.pages.num_free < count:
         last = max(host.running.values(), key=turn)
         preempt(host, last)
@@ -288,8 +298,8 @@ def _preempt_for(host: HostState, req: RequestState, count: int) -> bool:
 
 
 class _Room:
-    """The tokens, and the seconds if there is a limit, that a step has left for prompts beside its
-    decodes, or after a step of these."""
+    """The tokens, and with a time limit the seconds, that are left for prompts: in the same step as
+    the decodes, or, if these are not mixed, in a step after theirs."""
 
     def __init__(self, budget: Budget, decodes: Sequence[RequestState]) -> None:
         self.tokens = budget.max_num_tokens
@@ -310,8 +320,9 @@ class _Room:
             self._time = attrs.evolve(self._time, limit=self._time.limit - before)
 
     def take(self, req: RequestState, page_size: int, is_first: bool) -> int:
-        """The tokens of a request's next chunk. If seconds are the limit these are whole pages, and
-        of the step's first chunk at least one, so that prompts go on beside any decodes."""
+        """The tokens of a request's next chunk. If the time limit cuts it, it is a number of whole
+        pages. The step's first chunk has at least one page, so that prompts make progress beside
+        any decodes."""
         count = num_requested = min(self.tokens, req.length - req.num_prefilled)
         if self._time is not None:
             most = self._time.most_tokens(
@@ -323,7 +334,7 @@ class _Room:
             self._pairs += pairs_of(count, req.num_prefilled)
             page = self._time.most_tokens(page_size, 0, self._taken, self._pairs, self._reads)
             if count < num_requested or page < page_size:
-                self.tokens = count  # no whole page would fit
+                self.tokens = count  # no other whole page would fit
         self.tokens -= count
         return count
 
@@ -331,8 +342,8 @@ class _Room:
 def _schedule_prefills(
     host: HostState, budget: Budget, cohort: int, room: _Room
 ) -> tuple[list[tuple[RequestState, int]], Edits]:
-    """Chunks of prompts that fit into `room`: first of admitted requests, then of requests admitted
-    here."""
+    """Chunks of prompts that fit into `room`: first of admitted requests, then of requests that are
+    admitted here."""
     chunks: list[tuple[RequestState, int]] = []
     copies: list[tuple[int, int]] = []
     admissions: list[Admission] = []
@@ -340,6 +351,7 @@ def _schedule_prefills(
     for req in members:
         if not req.on_device and req.num_prefilled < req.length:
             _schedule_chunk(host, req, room, chunks)
+    # Spread requests evenly over the cohorts, rounded up, rather than fill the first cohort.
     share = -(-(len(host.running) + len(host.waiting)) // budget.num_cohorts)
     while (
         room.tokens
@@ -348,10 +360,14 @@ def _schedule_prefills(
         and len(members) < min(share, budget.cohort_size)
     ):
         head = host.waiting[0]
+        # A preempted request may have unread tokens, which its prompt would lack. Nobody overtakes
+        # the head of the queue, so that large requests are not starved.
         if head.num_unread or not allocate_pages(host, head, copies):
             break
         _admit(host, head, cohort, admissions)
         _schedule_chunk(host, head, room, chunks)
+    # `allocate_pages` held the sources so that no other admission evicted them; the copies run
+    # before this step, and so before any later step could write on them.
     host.pages.release([source for source, _ in copies])
     return chunks, Edits(tuple(copies), tuple(admissions))
 
@@ -364,7 +380,7 @@ def _schedule_chunk(
 
 
 def _admit(host: HostState, req: RequestState, cohort: int, admissions: list[Admission]) -> None:
-    """Give the first waiting request a row and a place in a cohort."""
+    """Give the first waiting request a row, and a place in a cohort."""
     del host.waiting[0]
     req.row = host.free_rows.pop()
     req.cohort = cohort
@@ -392,13 +408,13 @@ def _admit(host: HostState, req: RequestState, cohort: int, admissions: list[Adm
 def _make_work(
     host: HostState, edits: Edits, scheduled: Sequence[tuple[RequestState, int]], query_len: int = 1
 ) -> Work:
-    """A step over these requests, each with its number of prompt tokens, or 0: its last token, and
-    drafts."""
+    """A step over these requests. Each comes with its number of prompt tokens; 0 stands for a
+    decode of its last token and drafts."""
     job = host.num_jobs
     uniform = not any(count for _, count in scheduled)
     host.num_jobs += 1
     requests = [req for req, _ in scheduled]
-    if uniform:  # each goes on from its last token, and samples
+    if uniform:  # each continues from its last token, and samples
         starts = tuple([req.length - 1 for req in requests])
         samples = (True,) * len(requests)
     else:
@@ -418,7 +434,7 @@ def _make_work(
         count_adapters([req.request.adapter for req in requests]),
         query_len,
         () if uniform else _contents(scheduled),
-        captures=requests[0].request.is_captured,  # as of all requests of a model
+        captures=requests[0].request.is_captured,  # equal for all requests of a model
     )
     unread = []
     feeds = work.feeds
@@ -439,7 +455,7 @@ def _make_work(
 
 
 def count_adapters(slots: Iterable[int]) -> int:
-    """The number of different adapters; -1 is none."""
+    """The number of different adapters; -1 stands for none."""
     return len({*slots} - {-1})
 
 
@@ -450,7 +466,7 @@ def _targets(scheduled: Sequence[tuple[RequestState, int]]) -> tuple[tuple[int, 
     for req, count in scheduled:
         start = req.num_computed + 1
         length = max(count, 1)
-        # Another prompt may hold EMBEDDED, which is no token
+        # Without logprobs, targets are 0: a prompt may hold EMBEDDED, which is not a token id.
         wants = req.request.sampling.prompt_logprobs is not None
         if wants:
             target_ids = req.request.prompt[start : start + length]
