@@ -1,6 +1,6 @@
-"""`Calls`: the calls of an engine, from one thread at a time. Ctrl-C waits for the end of a call
-that changes the engine; whatever else is raised in the middle of its changes ends the engine, by
-name."""
+"""`Calls`: lets one thread at a time call an engine. Ctrl-C waits for the end of a call that
+changes the engine; any other exception in the middle of a change ends the engine, and later errors
+name it."""
 
 import signal
 import sys
@@ -19,9 +19,9 @@ _NEW_ENGINE = "another weft.Engine(...), and its requests again"
 class Calls:
     """The calls of one engine.
 
-    A call is entered by one operation of a dict, which no other thread and no interrupt can halve;
-    it then is the owner. Another thread's call is refused meanwhile, and so is one from within it
-    that would change what it changes.
+    A call enters by a single dict operation, which is atomic for other threads and for signal
+    handlers; it is then the owner. Meanwhile a call of another thread is refused, and so is a
+    nested call that would change what the owner changes.
     """
 
     def __init__(self) -> None:
@@ -31,35 +31,35 @@ class Calls:
     def enter(
         self, call: str, *, nests: bool = False, needs_whole: bool = True, defers: bool = True
     ) -> "Call":
-        """A context for a call of the engine; to be used in the method that the user called.
+        """A context for a call of the engine, for use in the method that the user called.
 
         Args:
             call: as the user wrote it, for errors.
-            nests: it may be made from within another call, such as by a mask in a step.
-            needs_whole: it is refused once something was raised in the middle of a change.
-            defers: Ctrl-C waits until its end.
+            nests: whether it may be made from within another call, such as by a mask in a step.
+            needs_whole: whether it is refused once an exception interrupted a change.
+            defers: whether Ctrl-C waits until its end.
 
         Raises:
-            EngineError: when it is entered, for one of these reasons.
+            EngineError: on entry, if the call is refused.
         """
         return Call(self, call, nests=nests, needs_whole=needs_whole, defers=defers)
 
     @property
     def is_broken(self) -> bool:
-        """Whether something was raised in the middle of a change."""
+        """Whether an exception interrupted a change."""
         return bool(self._broken)
 
     def mark_broken(self, problem: str) -> None:
-        """Let no later call go on with the engine."""
+        """Refuse later calls that need a whole engine."""
         self._broken = problem
 
     def check_whole(self, call: str) -> None:
-        """Raise EngineError if something was raised in the middle of a change."""
+        """Raise EngineError if an exception interrupted a change."""
         if self._broken:
             raise EngineError(call, self._broken, _NEW_ENGINE)
 
     def claim(self, entered: "Call") -> bool:
-        """Make a call the owner; False if it is nested in the one that is.
+        """Make a call the owner; False if it is nested in the call that already is.
 
         Raises:
             EngineError: it may not be nested, or another thread's call is under way.
@@ -84,9 +84,8 @@ class Calls:
                         "a mask that leaves the engine alone",
                     )
                 return False
-            if (
-                self._owner.get(_UNDER_WAY) is owner
-            ):  # its method has gone: an exception from outside kept it from leaving
+            # The owner's method has returned: an asynchronous exception kept it from leaving.
+            if self._owner.get(_UNDER_WAY) is owner:
                 if owner.changing and not self._broken:
                     self.mark_broken(
                         f"an earlier {owner.changing} that was interrupted; {_NOT_KNOWN}"
@@ -105,7 +104,7 @@ class Call:
 
     Attributes:
         changing: what an exception would leave half done, such as "step"; empty: nothing. Whoever
-            sets it clears it when all is done.
+            sets it clears it once the change is complete.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class Call:
         self._frame: FrameType | None = None
 
     def __enter__(self) -> "Call":
-        self._frame = sys._getframe(1)  # by which a nested call is told from one after an interrupt
+        self._frame = sys._getframe(1)  # tells a nested call from one after an interrupt
         if self._defers:
             self._interrupt = hold_interrupt(self)
         try:
@@ -152,7 +151,7 @@ class Call:
             self._interrupt.release(frame)
 
     def is_under_way(self) -> bool:
-        """Whether its method is still among the functions that its thread runs."""
+        """Whether its method is still on its thread's stack."""
         frame = sys._current_frames().get(self.thread.ident or 0)
         while frame is not None:
             if frame is self._frame:
@@ -162,7 +161,7 @@ class Call:
 
 
 class HeldInterrupt:
-    """A handler of SIGINT that keeps the first one until `release`. A second one goes through at
+    """A SIGINT handler that holds the first signal until `release`. A second signal goes through at
     once: someone who presses Ctrl-C twice does not want to wait.
 
     Args:
@@ -185,9 +184,10 @@ class HeldInterrupt:
             self._has_come = True
 
     def release(self, frame: FrameType | None) -> None:
-        """Put the handler before back, and hand it what came, as if it came in that frame."""
+        """Restore the previous handler, and pass it a held signal as if it came in that frame."""
         handler = self.handler
-        if signal.getsignal(signal.SIGINT) is self:  # unless user code has set another meanwhile
+        # User code may have set another handler meanwhile.
+        if signal.getsignal(signal.SIGINT) is self:
             signal.signal(signal.SIGINT, handler)
         if self._has_come:
             self._has_come = False
@@ -195,13 +195,13 @@ class HeldInterrupt:
 
 
 def hold_interrupt(call: Call) -> HeldInterrupt | None:
-    """Hold SIGINT for a call; None where it is held already, where Python does not handle it, or
-    beside the main thread, in which Python runs no handlers."""
+    """Hold SIGINT for a call. None if it is held already, if Python does not handle it, or outside
+    the main thread, since Python runs signal handlers only there."""
     if call.thread is not threading.main_thread():
         return None
     handler: Any = signal.getsignal(signal.SIGINT)
     while isinstance(handler, HeldInterrupt) and not handler.call.is_under_way():
-        handler = handler.handler  # an exception from outside kept that call from its end
+        handler = handler.handler  # an asynchronous exception kept that call from releasing it
     if not callable(handler) or isinstance(handler, HeldInterrupt):
         return None
     interrupt = HeldInterrupt(call, handler)

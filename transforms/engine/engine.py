@@ -274,8 +274,8 @@ class Engine:
                 self._host = forget(self._host, [each.id for each in requests])
                 self._outputs.forget(name, requests)
                 self._num_added = index
-                # In a distributed engine any other error may be this rank's alone, while other ranks
-                # hold the request: the call stays marked, which ends the engine.
+                # In a distributed engine, any other error may be this rank's alone, while other
+                # ranks hold the request: the call stays marked, which ends the engine.
                 if not self._is_distributed or isinstance(error, WeftError):
                     entered.changing = ""
                 raise

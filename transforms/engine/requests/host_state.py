@@ -1,4 +1,4 @@
-"""Requests, the state of each request, and the host's books: the requests that wait or run, their
+"""Requests, the state of each request, and the host's books: which requests wait or run, with their
 rows and pages."""
 
 import bisect
@@ -29,7 +29,7 @@ _BUDGET_RULES: dict[str, Rule] = {
 
 
 def tokens_rule(least: int) -> Rule:
-    """The rule of a batch's tokens: one for each request of a cohort."""
+    """The rule for the tokens of a batch: at least one for each request of a cohort."""
     return (
         lambda most: most >= least
     ), f"{least} or more, or fewer requests: a step may be of {least} requests"
@@ -44,16 +44,17 @@ class Request:
         prompt: token ids, at least one; EMBEDDED (-2) where `prompt_content` has an embedding.
         max_tokens: the most tokens to generate, at least one.
         sampling: how its tokens are chosen and what ends it (`SamplingParams.for_request`).
-        priority: FIFO within a priority; lower numbers first, and higher ones may get no turn.
+        priority: lower numbers run first, FIFO among equal ones; higher numbers can starve.
         adapter: the slot of its LoRA adapter; -1: none.
-        prompt_content: the prompt's embeddings and positions; None: the prompt is token ids alone.
-        is_masked: whether its next token depends on a mask of all earlier ones, so that the host
-            must have read them.
-        extras: the inputs of its own that the model's stages read; None: the model's defaults.
-        is_captured: whether the stages capture something of each of its tokens.
-        prefix_caching: what is done with its leading tokens that the prefix cache has
+        prompt_content: the prompt's embeddings, positions and per-token inputs; None: the prompt is
+            token ids alone.
+        is_masked: whether its next token depends on a mask, which the host computes from all
+            earlier tokens and so has to have read.
+        extras: its extra inputs for the model's stages; None: the model's defaults.
+        is_captured: whether the stages capture values for each of its tokens.
+        prefix_caching: how it uses leading tokens that are in the prefix cache
             (`StageFunctions.policy`).
-        cache_salt: it shares pages with requests of the same salt alone.
+        cache_salt: it shares pages only with requests of the same salt.
     """
 
     id: str
@@ -93,25 +94,23 @@ class Request:
 class RequestState:
     """A request that has not ended, as the host knows it.
 
-    The host runs some steps ahead of the tokens that it has read. It does not know the tokens of
-    those steps, nor, with drafts, how many there are: until it reads them, its counts are upper
-    bounds.
+    The host launches steps before it has read the tokens of earlier ones. It does not know the
+    unread tokens, nor, with drafts, their number: until it reads them, its counts are upper bounds.
 
     Args:
         request: what the user asked for.
         arrival: its place in the order of arrival.
-        version: the version of the parameters that compute its pages.
+        version: the version of the parameters with which its pages are computed.
         tokens: the prompt and the tokens read so far.
-        row: its row of the device state; -1: it waits.
+        row: its row of the device state; -1: it has none, and waits.
         cohort: the group of requests that it is stepped with.
         pages: its pages of the KV cache, in order.
         page_hashes: the content hashes of its full pages of known tokens.
         num_published: its leading pages that are published in the prefix cache.
-        num_prefilled: its leading tokens that are in the cache once the launched chunks are done,
-            those that were found in the prefix cache included.
-        num_found: its leading tokens that were found in the prefix cache, and that it computes
-            again.
-        num_unread: launched steps that sample for it and that the host has not read.
+        num_prefilled: its leading tokens that are in the KV cache once the launched chunks are
+            done, including those that were found in the prefix cache.
+        num_found: its leading tokens that were found in the prefix cache, but that it recomputes.
+        num_unread: launched steps that sample for it and whose tokens the host has not read.
         max_unread: the most tokens that those steps sample.
         on_device: whether the device state holds the token that it continues from.
         last_job: the last job that samples for it.
@@ -148,7 +147,7 @@ class RequestState:
     def __attrs_post_init__(self) -> None:
         self.max_len = len(self.request.prompt) + self.request.max_tokens
         self.stops = self.request.sampling.stop_token_ids
-        # Each token changes the penalties or the mask of the next one, so a step cannot sample
+        # Each token changes the penalties or the mask of the next one, so one step cannot sample
         # several.
         self.can_draft = not (features(self.request.sampling) & PENALTIES or self.request.is_masked)
 
@@ -161,12 +160,12 @@ class RequestState:
     def length(self) -> int:
         """Upper bound of its tokens once the launched steps are done."""
         length = len(self.tokens) + self.max_unread
-        return length if length < self.max_len else self.max_len  # `min` would take twice as long
+        return length if length < self.max_len else self.max_len  # twice as fast as `min`
 
     @property
     def num_computed(self) -> int:
-        """Upper bound of its tokens in the cache once the launched steps are done: all but the last
-        one, after the prompt."""
+        """Upper bound of its tokens in the KV cache once the launched steps are done. After the
+        prompt these are all but the last one."""
         if self.on_device:
             return self.length - 1
         return self.num_prefilled
@@ -178,7 +177,7 @@ class RequestState:
 
     @property
     def is_full(self) -> bool:
-        """Whether all of its tokens are sampled once the launched steps are done."""
+        """Whether the launched steps sample all of its remaining tokens."""
         return len(self.tokens) + self.num_unread >= self.max_len
 
     @property
@@ -189,9 +188,10 @@ class RequestState:
         return 1
 
     def hash_pages(self, page_size: int) -> None:
-        """Hash the pages that known tokens fill."""
+        """Hash all pages that known tokens fill."""
         first = len(self.page_hashes)
         last = len(self.tokens) // page_size
+        # The fast path: without content besides ids, all pages are hashed in one loop.
         if first < last and self.request.prompt_content is None:
             if first:
                 before = self.page_hashes[-1]
@@ -204,8 +204,9 @@ class RequestState:
             self.page_hashes.append(self._hash_page(index, page_size))
 
     def hash_partial_page(self, page_size: int) -> bytes | None:
-        """The content hash of its last page, which its tokens, all of them known, do not fill; None
-        where a copy is not worth it, because the last token is computed anyway."""
+        """The content hash of its last, partly filled page, when all tokens are known. None if the
+        page has fewer than two tokens: the last token is computed anyway, so a copy would save
+        nothing."""
         full = len(self.tokens) // page_size
         if len(self.tokens) - full * page_size < 2:
             return None
@@ -213,7 +214,7 @@ class RequestState:
         return self._hash_page(full, page_size)
 
     def _hash_page(self, index: int, page_size: int) -> bytes:
-        """The content hash of a page whose tokens, and the hashes before it, are known."""
+        """The content hash of a page of known tokens; the hash of the page before has to exist."""
         start = index * page_size
         request = self.request
         tokens = self.tokens[start : start + page_size]
@@ -229,10 +230,9 @@ class RequestState:
 
 
 def salt(request: Request, version: int) -> bytes:
-    """The salt of every page's content hash: keys and values of equal tokens differ by the slot of
-    the adapter that computes them (-1: none), by the version of the parameters, and by the
-    request's extras. A request may add its own, so that nobody else can learn from a fast answer
-    what it has said."""
+    """The salt of every page's content hash: keys and values of equal tokens differ by the
+    adapter's slot (-1: none), the version of the parameters, and the request's extras. A request
+    may add a salt, so that others cannot infer its prompt from the time that a cache hit saves."""
     salt_bytes = b"version %d adapter %d" % (version, request.adapter)
     if request.extras is not None:
         salt_bytes += b" extras " + request.extras.digest
@@ -245,34 +245,36 @@ def salt(request: Request, version: int) -> bytes:
 
 
 def sample_seeds(seed: int, n: int) -> list[int]:
-    """A seed for each of the `n` completions of a request; the first one is the request's own."""
+    """A seed for each of the `n` completions of a request; the first completion has the request's
+    seed."""
     return [seed, *(request_seed(seed, index) for index in range(1, n))]
 
 
 def request_seed(seed: int, index: int) -> int:
     """The seed of request `index` of an engine with this seed."""
     digest = hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()
+    # 63 bits, so that the seed fits into an int64.
     return int.from_bytes(digest, "little") >> 1
 
 
 @attrs.frozen
 class Budget:
-    """The limits that the scheduler keeps.
+    """The limits that the scheduler observes.
 
     Args:
         max_num_reqs: rows of the device state, one for each running request.
         max_num_tokens: tokens of a batch, at least one for each request of a cohort.
-        max_pages: pages of a request: the width of the block table.
-        num_cohorts: groups of requests that are stepped in turn; as many keep a pipeline of as many
-            stages busy. Each has at most its share of the rows.
-        mixed: whether a batch may hold decodes and prompts; if not, prompts get batches of their
-            own, and decodes stay uniform.
-        query_lens: tokens per request that a uniform decode may have, drafts included: 1, and
-            others.
-        step_time: what a step with prompts takes, and may take; None: as long as its tokens need.
+        max_pages: pages per request: the width of the block table.
+        num_cohorts: groups of requests that are stepped in turn; as many cohorts as stages keep a
+            pipeline busy. Each cohort has at most its share of the rows.
+        mixed: whether a batch may hold both decodes and prompts; if not, they get separate batches,
+            and decodes stay uniform.
+        query_lens: the numbers of tokens per request that a uniform decode may have, drafts
+            included; 1 is one of them.
+        step_time: the estimated time of a step with prompts, and its limit; None: no limit.
 
     Raises:
-        RequestError: numbers that leave no room for a request.
+        RequestError: the numbers leave no room for a request.
     """
 
     max_num_reqs: int
@@ -304,14 +306,13 @@ class HostState:
     Args:
         pages: the pages of the KV cache.
         free_rows: rows that no request has.
-        requests: all requests that have not ended, by id: waiting, running, or following another
-            one.
+        requests: all requests that have not ended, by id: waiting, running, or following a leader.
         waiting: requests without a row, in scheduling order.
         running: requests with a row, by id.
         cohorts: the running requests of each cohort, in scheduling order.
-        unread: for each job whose tokens the host has not read, the requests that sample: place in
-            the batch, request, and the most tokens it samples.
-        row_jobs: the last job that returns something for a row.
+        unread: for each job whose tokens the host has not read, the requests for which it samples:
+            place in the batch, request, and the most tokens that are sampled.
+        row_jobs: for each row, the last job that returns something for it.
         num_ticks, num_jobs, num_arrivals, num_preempted: counts so far.
         num_found: tokens that were in the prefix cache when a request was admitted.
         version: the number of times that the parameters have changed.
@@ -346,12 +347,12 @@ class HostState:
         return not self.requests
 
     def find(self, request_id: str) -> RequestState | None:
-        """The request of that id that has not ended."""
+        """The unfinished request of that id; None: there is none."""
         return self.requests.get(request_id)
 
 
 def check_free(call: str, ids: Iterable[str], *open_ids: Container[str]) -> None:
-    """Raise RequestError for an id of a request that has not ended."""
+    """Raise RequestError if an id belongs to a request that has not ended."""
     if any(id in each for id in ids for each in open_ids):
         raise RequestError(
             call, "a request of that id that has not ended", "another id, or abort it first"
@@ -389,7 +390,8 @@ def requeue_followers(host: HostState, leader: RequestState) -> None:
 
 
 def preempt(host: HostState, req: RequestState) -> None:
-    """Take a request's row and pages; it waits, to begin again with the tokens that it has."""
+    """Take a request's row and pages away. It goes back to the queue, to restart with the tokens
+    that it has."""
     free(host, req)
     enqueue(host, req)
     host.num_preempted += 1
@@ -401,6 +403,7 @@ def end(host: HostState, req: RequestState, reason: str) -> None:
     del host.requests[req.request.id]
     if req.row >= 0:
         free(host, req)
+    # Not in the queue: a follower waits in its leader's list.
     elif req.leader is not None:
         req.leader.followers.remove(req)
     else:
@@ -418,6 +421,7 @@ def free(host: HostState, req: RequestState) -> None:
     host.free_rows.append(req.row)
     req.row = req.cohort = -1
     req.pages = []
+    # Nothing of it is in the cache now: an admission starts from what the prefix cache has.
     req.num_prefilled = 0
     req.num_found = 0
     req.num_published = 0

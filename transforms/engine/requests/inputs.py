@@ -1,4 +1,4 @@
-"""Inputs: users' prompts and sampling parameters, checked, as requests."""
+"""Inputs: checks users' prompts and sampling parameters, and turns them into requests."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -47,9 +47,9 @@ class RequestBuilder:
     """Checks what users ask for, and builds the requests that the scheduler takes.
 
     Args:
-        model: the model, whose tokens and limits hold.
+        model: the model, whose vocabulary and limits apply.
         num_logprobs: the most logprobs that a request may ask for.
-        seed: for requests without one.
+        seed: the seed for requests that bring none.
         slots: the adapters' slots, by name.
         prefix_caching: whether requests share pages of equal prefixes.
     """
@@ -62,20 +62,21 @@ class RequestBuilder:
     eos_ids: tuple[int, ...] = attrs.field(init=False, repr=False)
     _scratch: SamplingTable = attrs.field(init=False, repr=False)
     _adapter_rule: Rule = attrs.field(init=False, repr=False)
-    # The last parameters that were checked: most requests have equal ones.
+    # The last parameters that were checked, so that equal ones, which most requests have, are not
+    # checked again.
     _checked: list[SamplingParams] = attrs.field(factory=list, init=False, repr=False)
 
     @eos_ids.default
     def _eos_ids_of_vocabulary(self) -> tuple[int, ...]:
-        """The model's end-of-sequence tokens that are in its vocabulary: a configuration may name
-        others."""
+        """The model's end-of-sequence tokens that are in its vocabulary. A configuration may name
+        others, which warn."""
         ends = self.model.config.eos_token_ids
         vocab = self.model.config.vocab_size
         if beyond := [token for token in ends if token >= vocab]:
             warnings.warn(
                 f"{self.model!r}: its eos_token_id names {beyond}, beyond its {vocab} tokens, which"
                 " ends nothing. Instead: the ids of its tokenizer, in generation_config.json.",
-                stacklevel=5,  # whoever makes the engine
+                stacklevel=5,  # the caller that makes the engine
             )
         return tuple(token for token in ends if token < vocab)
 
@@ -109,8 +110,8 @@ class RequestBuilder:
         extras: Any,
         cache_salt: Any = "",
     ) -> tuple[list[Request], Mask | None]:
-        """Build request number `index` from the arguments of `Engine.add`, written as `call`: one
-        request per completion; and their mask.
+        """Build request number `index` from the arguments of `Engine.add`; returns one request per
+        completion, and their mask.
 
         Raises:
             RequestError: it could never be served.
@@ -145,8 +146,8 @@ class RequestBuilder:
         params = params.for_request(self.eos_ids, request_seed(self.seed, index))
         if not is_known:
             with blamed(call, "weft.SamplingParams of plain ints and floats"):
-                # The step that admits the request does this on the rank that samples, when it
-                # cannot be refused.
+                # A trial run: the step that admits the request writes these values on the rank that
+                # samples, too late to refuse the request.
                 write_rows(self._scratch, [0], [params], [()], [()])
             self._checked[:] = [sampling_params]
         most = min(max_tokens, self.model.config.max_position_embeddings - len(ids))
@@ -180,8 +181,8 @@ class RequestBuilder:
         ], mask
 
     def _is_known(self, sampling_params: SamplingParams) -> bool:
-        """Whether equal parameters were checked before; never if they hold a dict, which the user
-        may have changed."""
+        """Whether equal parameters were checked last; never if they hold a dict, which the user may
+        have changed since."""
         return (
             bool(self._checked)
             and not sampling_params.logit_bias
@@ -190,7 +191,7 @@ class RequestBuilder:
 
 
 def call_of_add(sampling: Any, max_tokens: Any, name: Any) -> str:
-    """A call of `Engine.add`, for errors."""
+    """A call of `Engine.add` as text, for errors."""
     if sampling is None:
         sampling_text = ""
     else:
@@ -217,7 +218,8 @@ def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt"
     is_prompt = isinstance(prompt, str | list | tuple)
     ids = model.encode(prompt) if isinstance(prompt, str) else list(prompt) if is_prompt else []
     token_ids = ids if embeds is None else [token for token in ids if token != EMBEDDED]
-    # A long prompt's fast way
+    # The fast path: a long prompt's tokens are checked as a whole, and one by one only if that
+    # fails.
     are_tokens = {*map(type, token_ids)} == {int} and min(token_ids) >= 0 and max(token_ids) < vocab
     wrong = [] if are_tokens else [token for token in token_ids if not is_int(token, 0, vocab - 1)]
     if not is_prompt:
@@ -251,7 +253,7 @@ def check_sampling(call: str, model: Model, params: SamplingParams, num_logprobs
     """Check sampling parameters against the model and the engine.
 
     Raises:
-        RequestError: the model or the engine's step cannot do what they ask.
+        RequestError: the model or the engine's step does not support the parameters.
     """
     vocab = model.config.vocab_size
     most = min(num_logprobs, vocab)
@@ -273,7 +275,8 @@ def check_sampling(call: str, model: Model, params: SamplingParams, num_logprobs
 
 
 def most_logprobs(params: SamplingParams, vocab_size: int) -> int:
-    """The number of likeliest tokens whose logprobs a request asks for; -1 is all of them."""
+    """The largest number of top logprobs that a request asks for; -1 counts as the whole
+    vocabulary."""
     counts = (params.logprobs or 0, params.prompt_logprobs or 0)
     if -1 in counts:
         return vocab_size
@@ -281,7 +284,7 @@ def most_logprobs(params: SamplingParams, vocab_size: int) -> int:
 
 
 def with_all_logprobs(params: SamplingParams, vocab_size: int) -> SamplingParams:
-    """The parameters with the number of all tokens in the place of -1."""
+    """The parameters with -1 replaced by the size of the vocabulary."""
     counts = {"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs}
     changed: dict[str, Any] = {name: vocab_size for name, count in counts.items() if count == -1}
     if changed:
@@ -290,12 +293,12 @@ def with_all_logprobs(params: SamplingParams, vocab_size: int) -> SamplingParams
 
 
 def each_rule(kind: Any, count: int, instead: str) -> Rule:
-    """The rule of an argument for each prompt or sequence: one value for all of them, or a list of
+    """The rule for an argument per prompt or sequence: one value for all of them, or a list of
     `count` values.
 
     Args:
         kind: the type of a value.
-        instead: of the error, with {} for the count.
+        instead: the error's remedy, with {} for the count.
     """
 
     def fits(value: Any) -> bool:
@@ -308,7 +311,7 @@ def each_rule(kind: Any, count: int, instead: str) -> Rule:
 
 
 def one_each(value: Any, count: int) -> list[Any]:
-    """The values of such an argument, one for each prompt or sequence."""
+    """The values of an argument that `each_rule` has checked, one for each prompt or sequence."""
     if isinstance(value, list | tuple):
         return list(value)
     return [value] * count

@@ -1,5 +1,5 @@
-"""Masks: the functions that say which tokens a request may draw next, a grammar's or those of its
-`bad_words`."""
+"""Masks: functions that say which tokens a request may draw next, such as a grammar's, or one that
+bars `bad_words`."""
 
 import functools
 import traceback
@@ -18,26 +18,26 @@ from weft.stages.model import Model
 
 Mask = Callable[[Sequence[int]], Tensor | Iterable[int] | None]
 """A user's function that says, before each token of a request, which tokens are allowed: a grammar,
-a schema, a list of names. It takes the tokens that the request has generated; returns the ids that
-may be next; or a bit for each token of the vocabulary, [ceil(vocab_size / 32)] int32, the lowest
+a schema, a list of names. It takes the tokens that the request has generated. It returns the ids
+that may be next; or one bit for each token of the vocabulary, [ceil(vocab_size / 32)] int32, lowest
 bit first, as XGrammar fills it; or None: any token.
 
-Every rank that has a stage calls it for the same tokens, and must get the same answer.
-`outputs.apply_masks` calls it and puts its bits into `step.Work.masks`; the work's batch has them
-as `Batch.token_mask`; and `weft.ops.sampling.logits.adjust`, or the sampling kernel, bars the other
+Every rank that runs a stage calls it with the same tokens, and must get the same answer.
+`outputs.apply_masks` calls it and puts the bits into `step.Work.masks`; the work's batch holds them
+as `Batch.token_mask`; `weft.ops.sampling.logits.adjust`, or the sampling kernel, bars all other
 tokens.
 
 If it has an attribute `budget`, a `MaskBudget`, a request whose masks take longer ends with an
-error: all others wait while masks are computed."""
-# A mask may return at most this many times `vocab_size` ids. More is an error, since the iterator
-# may be endless.
+error, since all other requests wait while masks are computed."""
+# A mask may return at most this many times `vocab_size` ids, repeats included; more is an error,
+# since the iterator may be endless.
 _MAX_REPEATS = 16
 
 
 @attrs.frozen(kw_only=True)
 class MaskBudget:
-    """The time of the processor that the masks of a step may take. Each request of the step has an
-    equal share, for the masks of all its completions together.
+    """The CPU time that the masks of a step may take. Each masked request of the step has an equal
+    share, for the masks of all its completions together.
 
     Args:
         step_seconds: in each step.
@@ -49,22 +49,22 @@ class MaskBudget:
     burst_seconds: float
 
     def share(self, num_requests: int) -> "MaskBudget":
-        """The budget of one of so many requests. Its burst is no shorter than a step, so that a
-        pause of Python's ends none."""
+        """The budget of one of `num_requests` requests. Its burst is at least a whole step's
+        budget, so that a pause of the Python interpreter ends no request."""
         burst = max(self.burst_seconds / num_requests, self.step_seconds)
         return MaskBudget(step_seconds=self.step_seconds / num_requests, burst_seconds=burst)
 
     def owed(self, debt: float, seconds: float) -> float:
-        """What is owed after a step that took so many seconds, when `debt` was owed before."""
+        """The debt after a step that took `seconds`, with a debt of `debt` before it."""
         return max(0.0, debt + seconds - self.step_seconds)
 
     def is_exceeded(self, debt: float, seconds: float) -> bool:
-        """Whether such a step takes too long."""
+        """Whether such a step exceeds the budget."""
         return self.owed(debt, seconds) > self.burst_seconds
 
 
 def budget_of(mask: Mask | None) -> MaskBudget | None:
-    """The budget that a mask brings; None: it may take any time."""
+    """A mask's budget; None: it may take any time."""
     return getattr(mask, "budget", None)
 
 
@@ -75,7 +75,8 @@ class RequestMask:
     Args:
         mask: of the request.
         allowed: the bits of the allowed tokens.
-        allowed_early: the same without the tokens that end the request, for its first `min_tokens`.
+        allowed_early: the same without the tokens that end the request, while it has fewer than
+            `min_tokens`.
         min_tokens: of the request.
     """
 
@@ -86,7 +87,7 @@ class RequestMask:
 
     @classmethod
     def of(cls, mask: Mask, params: SamplingParams, vocab_size: int) -> "RequestMask":
-        """A mask with its request's parameters, which `SamplingParams.for_request` made."""
+        """A mask with its request's parameters, as `SamplingParams.for_request` makes them."""
         allowed = _all(vocab_size) & ~pack_bits(params.bad_token_ids, vocab_size)
         if params.allowed_token_ids is not None:
             allowed = allowed & pack_bits(params.allowed_token_ids, vocab_size)
@@ -98,7 +99,7 @@ class RequestMask:
         )
 
     def allowed_after(self, num_generated: int) -> Tensor:
-        """The tokens that the parameters allow after so many."""
+        """The tokens that the parameters allow after `num_generated` tokens."""
         if num_generated < self.min_tokens:
             return self.allowed_early
         return self.allowed
@@ -115,8 +116,8 @@ def compute_mask(
         token_ids: the tokens that it has generated.
 
     Raises:
-        RequestError: the function raised; or it returned something that is not a mask, or allows no
-            token; or the request's parameters bar every token that it allows.
+        RequestError: the function raised; it returned something that is not a mask, or that allows
+            no token; or the request's parameters bar every token that it allows.
     """
     call = f"mask of request {id!r}, after {len(token_ids)} tokens"
     words = -(-vocab_size // 32)
@@ -135,6 +136,7 @@ def compute_mask(
             instead = f"int32 [{words}], a bit for each of {vocab_size} tokens; or their ids"
         else:
             bits = bits.cpu().contiguous()
+            # The function may set bits past the last token.
             allowed = bits & _all(vocab_size)
             if (allowed & request_mask.allowed_after(len(token_ids))).any():
                 return bits.numpy().tobytes()
@@ -152,7 +154,7 @@ def compute_mask(
 def _ids(token_ids: Any, vocab_size: int) -> set[int]:
     ids = set[int]()
     most = _MAX_REPEATS * vocab_size
-    for count, token in enumerate(token_ids):  # one after the other: an iterator may be endless
+    for count, token in enumerate(token_ids):  # one by one: an iterator may be endless
         is_token = (
             isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size
         )
@@ -179,15 +181,15 @@ def without_bad_words(
 ) -> tuple[SamplingParams, Mask | None]:
     """The parameters, and the mask, of a request that never draws its `bad_words`.
 
-    A word of one token is a bad token. The last token of a longer one is barred where the others
-    have just been generated, as vLLM bars it; the same text may still come about by other tokens.
+    A word of one token becomes a bad token. Of a longer word, the last token is barred whenever the
+    others have just been generated, as in vLLM; other tokens may still produce the same text.
 
     Args:
         call: of an error.
         mask: of the request; None: it has none.
 
     Raises:
-        RequestError: a word that the tokenizer makes no tokens of.
+        RequestError: the tokenizer makes no tokens of a word.
     """
     sequences = {ids for word in params.bad_words for ids in _sequences(call, model, word)}
     single = [ids[0] for ids in sequences if len(ids) == 1]
@@ -218,7 +220,7 @@ def without_bad_words(
 
 
 def _sequences(call: str, model: Model, word: str) -> set[tuple[int, ...]]:
-    """The tokens of a word at the beginning of a text, and after a space."""
+    """The tokens of a word at the beginning of a text, and those of the word after a space."""
     assert model.tokenizer is not None, "check_sampling refuses words without a tokenizer"
     texts = word, " " + word.lstrip()
     sequences = {
@@ -234,21 +236,20 @@ def _sequences(call: str, model: Model, word: str) -> set[tuple[int, ...]]:
 
 
 def blame(error: BaseException, call: str, instead: str) -> RequestError:
-    """Turn what user code raised for a request into that request's error; a RequestError stays as
-    it is.
+    """Turn an exception of user code into the error of one request; a RequestError stays as it is.
 
     Args:
         call, instead: of that error.
 
     Raises:
-        BaseException: the error itself, if it is an interrupt or the like. A panic of a Rust
-            extension is not an `Exception`, but counts as an error of the request.
+        BaseException: the exception itself, if it is no `Exception`, such as an interrupt. A panic
+            of a Rust extension is not an `Exception` either, but counts as an error of the request.
     """
     if isinstance(error, RequestError):
         return error
     if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
         raise error
-    # Str(error) may raise too
+    # Not `str(error)`, which may raise as well.
     blamed = RequestError(call, traceback.format_exception_only(error)[-1].strip(), instead)
     blamed.__cause__ = error
     return blamed
@@ -256,7 +257,7 @@ def blame(error: BaseException, call: str, instead: str) -> RequestError:
 
 @contextmanager
 def blamed(call: str, instead: str) -> Iterator[None]:
-    """A context in which whatever is raised becomes the error of one request (`blame`)."""
+    """A context in which an exception becomes the error of one request (`blame`)."""
     try:
         yield
     except BaseException as error:

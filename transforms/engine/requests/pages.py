@@ -1,7 +1,7 @@
-"""Pages of the KV cache: reference counts, and a prefix cache that finds pages by their content.
+"""Pages of the KV cache: reference counts, and a prefix cache that looks up pages by content.
 
-Eviction: a full, published page that no request holds stays in the prefix cache. `Pages.allocate`
-evicts such a page only when no empty page is left, the least recently used first.
+Eviction: a full, published page stays in the prefix cache when no request holds it any more.
+`Pages.allocate` evicts such pages, least recently used first, only when no empty page is left.
 """
 
 import hashlib
@@ -16,10 +16,10 @@ import attrs
 class Pages:
     """The pages of a KV cache.
 
-    A page that no request holds is free. A free page is empty or evictable: an evictable one is
+    A page that no request holds is free. A free page is empty or evictable. An evictable page is
     published under the hash of its content, and a request that begins with the same tokens shares
-    it. A page that a prompt fills in part can be looked up as long as a request holds it; whoever
-    finds it copies it, because its owner goes on writing.
+    it. A page that a prompt fills in part can be looked up while a request holds it; whoever finds
+    it copies it, because its owner continues to write to it.
 
     Args:
         num_pages: the total, on each stage.
@@ -38,6 +38,7 @@ class Pages:
 
     def __attrs_post_init__(self) -> None:
         self._refcounts = [0] * self.num_pages
+        # Descending, since `pop` takes from the end: page 0 is used first.
         self._empty = list(range(self.num_pages - 1, -1, -1))
 
     @property
@@ -69,12 +70,12 @@ class Pages:
         return pages
 
     def lookup_partial(self, content_hash: bytes) -> int | None:
-        """A held page that begins with this content. Copy it: its owner goes on writing after that
-        content."""
+        """A held page that begins with this content. Copy it: its owner continues to write after
+        that content."""
         return self._page_of_partial.get(content_hash)
 
     def count_free(self, shared: Sequence[int]) -> int:
-        """Number of pages that can be allocated once `shared` are held."""
+        """Number of pages that can be allocated once the pages `shared` are held."""
         return self.num_free - sum(self._refcounts[page] == 0 for page in shared)
 
     def acquire(self, pages: Iterable[int]) -> None:
@@ -104,14 +105,14 @@ class Pages:
         return page
 
     def publish(self, page: int, content_hash: bytes) -> None:
-        """Let a full, held page be looked up by its content. If another page has the same content,
-        that one stays the published one."""
+        """Publish a full, held page under its content's hash. If another page with the same content
+        is published, that one stays."""
         if content_hash not in self._page_of and page not in self._hash_of:
             self._page_of[content_hash] = page
             self._hash_of[page] = content_hash
 
     def publish_partial(self, page: int, content_hash: bytes) -> None:
-        """Let the beginning of a held page be looked up by its content, as long as the page is
+        """Publish the beginning of a held page under its content's hash, for as long as the page is
         held."""
         if content_hash not in self._page_of_partial and page not in self._partial_hash_of:
             self._page_of_partial[content_hash] = page
@@ -125,8 +126,8 @@ class Pages:
                 del self._page_of[content_hash]
 
     def forget(self) -> int:
-        """Remove all pages from the prefix cache, those that requests hold among them; returns how
-        many had been published."""
+        """Remove all pages from the prefix cache, including those that requests hold; returns how
+        many were published."""
         count = len(self._page_of)
         self._empty += self._evictable
         for names in (
@@ -144,8 +145,8 @@ class Pages:
             del self._page_of_partial[content_hash]
 
     def release(self, pages: Sequence[int]) -> None:
-        """Stop holding a request's pages. The last ones become the first to be evicted, because the
-        first pages of a prompt are a prefix of more prompts."""
+        """Release a request's pages. Its last pages are evicted first, because the first pages of a
+        prompt are a prefix of more prompts."""
         for page in reversed(pages):
             self._refcounts[page] -= 1
             if self._refcounts[page] == 0:
@@ -161,16 +162,17 @@ def hash_page(before: bytes, token_ids: Sequence[int]) -> bytes:
     hashes mean equal prefixes.
 
     Args:
-        before: the hash of the page before; for the first page, what all content depends on
-            (adapter, parameters). It ends with what else this page depends on: embeddings and
-            positions (`weft.transforms.engine.requests.prompts.PromptContent`).
+        before: the hash of the previous page; for the first page, a salt for what all content
+            depends on (adapter, parameters). Appended to it is what else this page depends on:
+            embeddings, positions and per-token inputs
+            (`weft.transforms.engine.requests.prompts.PromptContent`).
     """
     return _digest(before, b"|%d|" % len(token_ids) + array("q", token_ids).tobytes())
 
 
 def hash_pages(before: bytes, token_ids: Sequence[int], page_size: int) -> list[bytes]:
-    """`hash_page` of each full page of these tokens, which have nothing of their own beside; a long
-    prompt's fast way.
+    """`hash_page` of each full page of these tokens, in one fast loop, for tokens without
+    embeddings, positions or inputs.
 
     >>> first = hash_page(b"", [1, 2])
     >>> hash_pages(b"", [1, 2, 3, 4, 5], 2) == [first, hash_page(first, [3, 4])]

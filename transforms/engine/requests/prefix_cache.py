@@ -1,5 +1,5 @@
-"""The prefix cache as the scheduler uses it: requests get pages that others have computed, and
-publish their own.
+"""The prefix cache as the scheduler uses it: requests get pages that other requests have computed,
+and publish the pages that they compute.
 
 The pages themselves are in `weft.transforms.engine.requests.pages`.
 """
@@ -17,6 +17,7 @@ def allocate_pages(host: HostState, req: RequestState, copies: list[tuple[int, i
     need = pages.pages_for(length) - len(shared)
     if need > pages.count_free(cached_pages):
         return False
+    # Before `allocate`, which could otherwise evict the cached pages.
     pages.acquire(cached_pages)
     req.pages = [*shared, *pages.allocate(need)]
     num_found = len(shared) * pages.page_size
@@ -32,16 +33,18 @@ def allocate_pages(host: HostState, req: RequestState, copies: list[tuple[int, i
 
 
 def lookup_prefix(pages: Pages, req: RequestState) -> tuple[list[int], int | None]:
-    """The cached pages of a request's tokens to share, and the one after them to copy.
+    """The cached pages that a request can share, and a cached page after them for it to copy.
 
-    At least its last token is computed: if all of its pages are cached, the last one is copied, to
-    be written on. Snapshots are of whole pages, so that this page is computed instead. Tokens that
-    are computed again are not written.
+    A request computes at least its last token, whose logits it needs. So if all of its pages are
+    cached, it copies the last one and writes on the copy. With the policy `snapshot` it recomputes
+    this page instead, since snapshots exist for whole pages only. With `recompute` it can share all
+    pages, since recomputed tokens are not written.
     """
     policy = req.request.prefix_caching
     has_logprobs = req.request.sampling.prompt_logprobs is not None
     req.hash_pages(pages.page_size)
-    if policy == "none" or (has_logprobs and policy != "recompute"):  # of every token of the prompt
+    # Logprobs need the logits of every token of the prompt.
+    if policy == "none" or (has_logprobs and policy != "recompute"):
         return [], None
     shared = pages.lookup(req.page_hashes)
     if policy == "recompute":
@@ -58,7 +61,8 @@ def lookup_prefix(pages: Pages, req: RequestState) -> tuple[list[int], int | Non
 
 
 def publish_pages(host: HostState, req: RequestState) -> None:
-    """Publish a request's full, computed pages to the prefix cache."""
+    """Publish a request's full pages to the prefix cache, once they are computed by launched
+    steps."""
     req.hash_pages(host.pages.page_size)
     full = min(len(req.tokens), req.num_computed) // host.pages.page_size
     for index in range(req.num_published, full):
@@ -67,8 +71,8 @@ def publish_pages(host: HostState, req: RequestState) -> None:
 
 
 def publish_prompt(host: HostState, req: RequestState) -> None:
-    """Once all known tokens of a request are in the cache, publish its partial last page, and
-    requeue its followers."""
+    """Once launched steps compute all known tokens of a request, publish its partly filled last
+    page, and requeue its followers."""
     if req.num_computed < len(req.tokens):
         return
     if (content_hash := req.hash_partial_page(host.pages.page_size)) is not None:

@@ -1,5 +1,5 @@
-"""Prompts: what a request brings beside token ids: embeddings, positions, and the extras that
-stages take."""
+"""Prompts: what a request brings besides token ids: embeddings, positions, and extra inputs for
+stages."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,8 @@ from weft.stages.attention.rope import mrope_position_delta
 from weft.stages.custom.functions import StageFunctions
 from weft.stages.model import Model
 
-# Limit of a prompt's positions; those after the prompt, counted on from its largest one, are int64.
+# Limit of a prompt's positions. Positions after the prompt continue from the largest one, in int64,
+# and so do not overflow.
 _MAX_POSITION = 2**31
 _PROMPT_RULES: dict[str, Rule] = {
     "inputs_embeds": (Tensor | None, "inputs_embeds=torch.as_tensor(...)"),
@@ -39,9 +40,9 @@ class EmbedsPrompt(Summarized):
 
     Args:
         token_ids: one id per token; `weft.EMBEDDED` (-2) where the token's embedding is in
-            `inputs_embeds`. None: that is so for all tokens.
-        inputs_embeds: [n, hidden_size] in the model's dtype, on any device; rows of other tokens
-            are not read.
+            `inputs_embeds`. None: all tokens are embedded.
+        inputs_embeds: [n, hidden_size] in the model's dtype, on any device; rows of tokens that
+            have an id are not read.
         positions: [3, n] int64, for a model with mRoPE: each token's place in time, height and
             width, from transformers' `get_rope_index`. None: the positions of text.
 
@@ -80,7 +81,7 @@ class EmbedsPrompt(Summarized):
         """Check the prompt against the model.
 
         Raises:
-            RequestError: the parts do not fit the model or each other.
+            RequestError: the parts do not fit the model, or each other.
         """
         ids = self.ids
         config = model.config
@@ -122,15 +123,15 @@ class EmbedsPrompt(Summarized):
 
 @attrs.frozen
 class PromptContent:
-    """A prompt's embeddings, positions and inputs of its tokens, which token ids do not tell. Equal
-    when their contents are equal.
+    """A prompt's embeddings, positions and per-token inputs, which its token ids do not determine.
+    Two are equal if their contents are equal.
 
     Args:
         inputs_embeds, positions: as in `weft.EmbedsPrompt`; the positions are on the host.
         delta: position minus index, for each token after the prompt.
         contents: for each token of the prompt, what its keys and values depend on besides its id:
-            the digest of its embedding, its positions where they differ from its index, and the
-            digest of its inputs where they differ from the defaults. Empty for a plain text token.
+            the digest of its embedding, its positions if they differ from its index, and the digest
+            of its inputs if they differ from the defaults. Empty for a plain text token.
         token_extras: [n + 1, ...] by name: each token's inputs for the model's stages; the last row
             is the default.
     """
@@ -154,15 +155,16 @@ class PromptContent:
 
 
 def position_content(index: int, positions: Sequence[int]) -> bytes:
-    """A token's three positions as text; empty where each is the token's index, as for plain text."""
+    """A token's three positions as text; empty if each equals the token's index, as for plain
+    text."""
     if list(positions) == [index] * 3:
         return b""
     return b"@%d/%d/%d" % tuple(positions)
 
 
 def read_content(prompt: EmbedsPrompt) -> PromptContent:
-    """A prompt's embeddings and positions, and their digests. Copies both, so that the user may
-    change them later, and reads both on the host."""
+    """A prompt's embeddings and positions, and their digests. Both are copied, so that the user may
+    change them later, and both are read on the host."""
     embeds = prompt.inputs_embeds
     positions = prompt.positions
     ids = prompt.ids
@@ -196,13 +198,12 @@ def _digest(row: Any) -> bytes:
 
 @attrs.frozen
 class RequestExtras:
-    """A request's own extras: rows of the tables that its model's stages read. Equal when their
-    contents are equal.
+    """A request's extra inputs: rows of the tables that the model's stages read. Two are equal if
+    their contents are equal.
 
     Args:
         values: by name, on the host.
-        digest: of all of them; pages of the KV cache that are computed with others have another
-            name.
+        digest: a digest of all values, which enters the hashes of the request's KV pages.
     """
 
     values: Mapping[str, Tensor] = attrs.field(eq=False, repr=False)
@@ -212,15 +213,17 @@ class RequestExtras:
 def check_extras(
     call: str, functions: StageFunctions, extras: Any, num_tokens: int
 ) -> tuple[RequestExtras | None, dict[str, Tensor]]:
-    """A request's extras, and those of its tokens, copied. None, and an empty dict, if it has none.
+    """Copies of a request's extras, and of its tokens' extras; None and an empty dict if there are
+    none.
 
     Args:
-        functions: the model's, with the defaults by name.
+        functions: the model's, which hold the default values by name.
         extras: what the user passed.
         num_tokens: of the request's prompt.
 
     Raises:
-        RequestError: a name that the model does not have, or a value of another shape or dtype.
+        RequestError: the model has no extra of a name, or a value has another shape or dtype than
+            the default.
     """
     if not extras:
         check_values(call, {"extras": _EXTRAS}, {"extras": extras})
@@ -246,12 +249,14 @@ def check_extras(
     tokens = {name: extras[name].detach().clone() for name in of_tokens if name in extras}
     values = {
         name: extras[name].detach().to("cpu", copy=True)
+        # Sorted, so that the digest does not depend on the order of the user's dict.
         for name in sorted(extras.keys() - tokens.keys())
     }
     if not values:
         return None, tokens
     digest = hashlib.blake2b(digest_size=16)
     for name, value in values.items():
+        # With its length, so that no two sets of names give the same bytes.
         digest.update(b"%d:%s;" % (len(name), name.encode()))
         digest.update(_bytes_of(value.reshape(1, -1))[0].tobytes())
     return RequestExtras(values, digest.hexdigest().encode()), tokens
@@ -263,12 +268,13 @@ def with_token_extras(
     token_extras: Mapping[str, Tensor],
     num_tokens: int,
 ) -> PromptContent | None:
-    """A prompt's content with the inputs of its tokens; itself if none are given.
+    """A prompt's content with its tokens' inputs; unchanged if none are given.
 
     Args:
-        content: its embeddings and positions; None: there are none.
+        content: the prompt's embeddings and positions; None: it has none.
         defaults: the model's, by name.
-        token_extras: [num_tokens, ...] by name; another name has its default for all tokens.
+        token_extras: [num_tokens, ...] by name; a name that is missing here has its default for all
+            tokens.
     """
     if not token_extras:
         return content
@@ -305,8 +311,8 @@ _EXTRAS: Rule = (
 
 
 def _like(default: Tensor, num_tokens: int | None = None) -> Rule:
-    """The rule of a request's value: a tensor of the default's shape and dtype, or one for each of
-    its tokens."""
+    """The rule for a request's value: a tensor of the default's shape and dtype, or one such value
+    per token."""
     shape = [*([] if num_tokens is None else [num_tokens]), *default.shape]
 
     def fits(value: Any) -> bool:

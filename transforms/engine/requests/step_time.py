@@ -1,5 +1,5 @@
-"""The seconds that a step takes, interpolated between measured steps, and the prompt tokens that
-fit into a limit."""
+"""Estimates the seconds that a step takes, from measured steps, and the prompt tokens that fit into
+a time limit."""
 
 import bisect
 import itertools
@@ -7,23 +7,23 @@ from collections.abc import Sequence
 
 import attrs
 
-# The lengths of a step's prompts, and the seconds that it took.
+# The lengths of a step's prompts, and the seconds that the step took.
 Measured = tuple[Sequence[int], float]
-# No step is estimated to take less than this share of the fastest that was measured, whatever its
-# pairs take.
+# Without its pairs, no step is estimated to take less than this share of the fastest measured step.
 _LEAST = 0.9
 
 
 @attrs.frozen
 class StepTime:
-    """A limit on steps with prompts, and what a step takes: seconds by its number of tokens,
-    interpolated between measurements, and more for each pair of a prompt's token and one that it
-    attends to, itself included.
+    """A time limit on steps with prompts, and an estimate of a step's time: seconds by its number
+    of tokens, interpolated between measurements, plus a cost for each pair of a prompt token and a
+    token that it attends to (itself included), and for each token that a decode attends to.
 
     Args:
         limit: the most seconds of a step with prompts.
-        measured: (tokens, seconds), tokens rising and seconds never falling. Fewer tokens take as
-            long as the fewest; beyond the most the last line goes on.
+        measured: (tokens, seconds), with rising tokens and non-decreasing seconds. A step of fewer
+            tokens than the first takes as long as the first; beyond the last, the last line is
+            extrapolated.
         per_pair: seconds for each pair.
         per_read: seconds for each token that a decode attends to.
     """
@@ -34,8 +34,8 @@ class StepTime:
     per_read: float = 0.0
 
     def seconds(self, tokens: int, pairs: float = 0.0, reads: int = 0) -> float:
-        """The seconds of a step with so many tokens of prompts and decodes, pairs of its prompts,
-        and reads of its decodes.
+        """The estimated seconds of a step with `tokens` tokens, of prompts and decodes; `pairs` are
+        those of its prompts, `reads` the tokens that its decodes attend to.
 
         >>> StepTime(1.0, ((100, 0.01), (300, 0.03)), per_pair=1e-6).seconds(150, pairs=1000)
         0.016
@@ -50,8 +50,9 @@ class StepTime:
     def most_tokens(
         self, num_requested: int, context: int, tokens: int, pairs: float, reads: int
     ) -> int:
-        """The most tokens of a prompt, at most `num_requested`, that a step with these takes in
-        within the limit; `context` of the prompt were computed before.
+        """The most tokens of a prompt, at most `num_requested`, that can join a step with these
+        tokens, pairs and reads within the limit; `context` tokens of the prompt were computed
+        before.
 
         >>> StepTime(0.02, ((100, 0.01), (300, 0.03))).most_tokens(500, context=0, tokens=50, pairs=0, reads=0)
         150
@@ -66,21 +67,21 @@ class StepTime:
 
 
 def pairs_of(tokens: int, context: int) -> float:
-    """The pairs of so many more tokens of a prompt, each with those before it and itself."""
+    """The pairs of `tokens` more tokens of a prompt, each with itself and all tokens before it."""
     return tokens * (context + (tokens + 1) / 2)
 
 
 def step_time(
     limit: float, steps: Sequence[Measured], long: Sequence[Measured], decodes: tuple[float, float]
 ) -> StepTime:
-    """Estimate how long steps take from steps that were measured.
+    """Estimate how long steps take from measured steps.
 
     Args:
         limit: of the result.
         steps: of rising numbers of tokens.
         long: a step of many prompts, and one of as many tokens in fewer, longer prompts.
-        decodes: the seconds of a step of decodes after prompts of one token, and of as many after
-            the long prompts.
+        decodes: the seconds of a step of decodes after prompts of one token, and of as many decodes
+            after the long prompts.
 
     >>> steps = ([1] * 32, 0.01), ([1] * 64, 0.0102)
     >>> estimate = step_time(0.1, steps, (steps[1], ([64], 0.01222)), (0.004, 0.0103))
@@ -97,8 +98,8 @@ def step_time(
         per_pair = max(0.0, (later - sooner) / more)
     else:
         per_pair = 0.0
-    # One long step that was measured too slow must not make all others free: none takes far less
-    # than the fastest did.
+    # If the long step was measured too slow, the cost per pair would leave nothing for the other
+    # steps: cap it, so that each keeps most of the fastest step's time.
     per_pair = min(
         [
             per_pair,
@@ -112,7 +113,7 @@ def step_time(
         max(0.0, took - per_pair * num_pairs)
         for took, num_pairs in zip(seconds, pairs, strict=True)
     ]
-    # Noise makes steps slower, not faster
+    # Noise only makes steps slower, so a faster step of more tokens bounds those of fewer.
     rising = [*itertools.accumulate(reversed(without), min)][::-1]
     if reads > 0:
         per_read = max(0.0, (decodes[1] - decodes[0]) / reads)
