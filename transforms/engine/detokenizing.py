@@ -1,10 +1,10 @@
-"""`Detokenizer`: the text of a completion, token by token, as the tokenizer decodes it together
-with its prompt.
+"""`Detokenizer`: decodes a completion token by token, to the text that the tokenizer makes of
+prompt and completion together.
 
-A decoder of the `tokenizers` package is a chain of steps. Each takes a list of chunks, which are
-the tokens at first, and makes another; the last list, joined, is the text. Here each step takes the
-chunks as they come, and returns those that nothing that follows can change. So the cost of a token
-does not depend on how many came before it.
+A decoder of the `tokenizers` package is a chain of steps. Each step turns a list of chunks into
+another list; the first list holds the tokens, and the last one, joined, is the text. Here each step
+takes chunks one by one, and returns the chunks that no later token can change. So the cost of a
+token does not depend on how many tokens came before it.
 """
 
 import codecs
@@ -18,23 +18,23 @@ from typing import Any, Self
 
 from tokenizers import Tokenizer, decoders
 
-# The character that a decoder writes for bytes that are not a character, or not yet.
+# The character that a decoder writes for bytes that are not, or not yet, a character.
 REPLACEMENT = "\ufffd"
-# Tokens at the beginning and at the end of a prompt that fix the text of what follows it.
+# The number of tokens, at the beginning and at the end of a prompt, that can change the text of
+# what follows.
 _CONTEXT = 16
-# Chunks that are held back and of which the length of the text is known nonetheless, after each
-# token.
+# If at most this many chunks are held back, `num_chars` counts their text too.
 _MOST_LOOKED_AT = 256
-# A chunk that no decoder changes.
+# A chunk that no decoder changes, to stand before another one.
 _NEUTRAL = "\0"
-# A chunk that `ByteFallback` reads as a byte. Rust's integers may have a sign.
+# A chunk that `ByteFallback` reads as a byte. It parses the digits with Rust's integer parser,
+# which accepts a plus sign.
 _BYTE_CHUNK = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")
 
 
 @functools.cache
 def byte_of() -> dict[str, int]:
-    """The bytes by the characters that stand for them in byte-level BPE (GPT-2, Radford et al.
-    2019)."""
+    """The byte that each character stands for in byte-level BPE (GPT-2, Radford et al. 2019)."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {
@@ -43,7 +43,7 @@ def byte_of() -> dict[str, int]:
 
 
 def special_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
-    """The special tokens of a tokenizer, which text does not show."""
+    """The special tokens of a tokenizer, which the text omits."""
     if tokenizer is None:
         added = {}
     else:
@@ -52,7 +52,7 @@ def special_ids(tokenizer: Tokenizer | None) -> frozenset[int]:
 
 
 def overlap(text: str, pattern: str) -> int:
-    """Length of the longest beginning of `pattern`, but not all of it, that `text` ends with."""
+    """Length of the longest proper prefix of `pattern` that `text` ends with."""
     tail = text[max(len(text) - len(pattern) + 1, 0) :]
     start = tail.find(pattern[0])
     while start >= 0 and not pattern.startswith(tail[start:]):
@@ -63,34 +63,34 @@ def overlap(text: str, pattern: str) -> int:
 
 
 class _Step:
-    """A decoder of a chain, fed with one chunk after the other. This one changes nothing: `Fuse`.
+    """A decoder of a chain, fed one chunk at a time. This base class changes nothing, as `Fuse`.
 
     Attributes:
-        needs_all: its state depends on more than the first and the last few chunks.
+        needs_all: whether its state depends on more than the first and the last few chunks.
     """
 
     needs_all = False
 
     def feed(self, chunk: str) -> Sequence[str]:
-        """Take a chunk; returns the chunks that no later one can change."""
+        """Take a chunk; returns the chunks of the result that no later chunk can change."""
         return (chunk,)
 
     def end(self) -> Sequence[str]:
-        """The other chunks, if no more are fed. It changes nothing."""
+        """The remaining chunks of the result, if no more are fed. The state does not change."""
         return ()
 
     @property
     def num_held(self) -> int:
-        """Chunks that were fed and whose text may still change."""
+        """Chunks that were fed but whose text may still change."""
         return 0
 
     def fork(self) -> Self:
-        """A step in the same state, which can be fed with other chunks."""
+        """An independent copy of the step in its present state."""
         return copy.copy(self)
 
 
 class _Spaced(_Step):
-    """What a tokenizer without a decoder does: spaces between tokens."""
+    """What a tokenizer without a decoder does: it puts spaces between tokens."""
 
     _is_first = True
 
@@ -102,8 +102,8 @@ class _Spaced(_Step):
 
 
 class _Each(_Step):
-    """A decoder that changes each chunk by itself: `Replace` and `Strip`. In a text, one that
-    changes each character by itself."""
+    """A decoder that changes each chunk by itself: `Replace` and `Strip`. For a text in pieces, a
+    decoder that changes each character by itself."""
 
     def __init__(self, decoder: Any) -> None:
         self._decoder = decoder
@@ -113,7 +113,7 @@ class _Each(_Step):
 
 
 class _Placed(_Step):
-    """A decoder that changes the first chunk in another way than the others: `Metaspace` and
+    """A decoder that treats the first chunk differently from the others: `Metaspace` and
     `WordPiece`."""
 
     _is_first = True
@@ -125,11 +125,12 @@ class _Placed(_Step):
         if self._is_first:
             self._is_first = False
             return (self._decoder.decode([chunk]),)
+        # The empty chunk takes the first place, and adds no text.
         return (self._decoder.decode(["", chunk]),)
 
 
 class _LastDiffers(_Step):
-    """A decoder that changes the last chunk in another way than the others: `BPEDecoder`."""
+    """A decoder that treats the last chunk differently from the others: `BPEDecoder`."""
 
     _last: str | None = None
 
@@ -154,7 +155,8 @@ class _LastDiffers(_Step):
 
 
 class _Distinct(_Step):
-    """A decoder that drops a chunk equal to the one before, and chunks that become empty: `CTC`."""
+    """A decoder that drops a chunk equal to the previous one, and chunks that become empty:
+    `CTC`."""
 
     _before: str | None = None
 
@@ -172,8 +174,9 @@ class _Distinct(_Step):
 
 
 class _ByteRuns(_Step):
-    """`ByteFallback`: a run of bytes is one chunk if all of it is UTF-8, and else U+FFFD for each
-    byte. So a run is held back until it ends, or until it can no longer be UTF-8."""
+    """`ByteFallback`: a run of bytes becomes one chunk if all of it is valid UTF-8, and otherwise
+    U+FFFD for each byte. So a run is held back until it ends, or until it can no longer be
+    valid."""
 
     def __init__(self) -> None:
         self._run = bytearray()
@@ -195,6 +198,7 @@ class _ByteRuns(_Step):
             self._run[self._num_whole :].decode()
             self._num_whole = len(self._run)
         except UnicodeDecodeError as error:
+            # With that reason, more bytes can still complete the character.
             if error.reason != "unexpected end of data":
                 self._is_broken = True
                 return (REPLACEMENT,) * len(self._run)
@@ -220,7 +224,8 @@ class _ByteRuns(_Step):
 
 
 class _ByteLevel(_Step):
-    """`ByteLevel`: the characters of a chunk stand for bytes, unless one of them stands for none."""
+    """`ByteLevel`: the characters of a chunk stand for bytes; if one of them does not, the chunk is
+    plain text."""
 
     _left = b""
 
@@ -248,7 +253,7 @@ class _ByteLevel(_Step):
 
 
 class _ReplaceInText(_Step):
-    """`Replace` by a text of several characters, in a text that comes in pieces."""
+    """`Replace` of a pattern of several characters, in a text that comes in pieces."""
 
     _pending = ""
 
@@ -272,7 +277,7 @@ class _ReplaceInText(_Step):
 
 
 class _StripText(_Step):
-    """`Strip` of a text that comes in pieces."""
+    """`Strip`, of a text that comes in pieces."""
 
     _pending = ""
 
@@ -306,7 +311,7 @@ class _StripText(_Step):
 
 
 class _Whole(_Step):
-    """Any other decoder: only the end fixes what it makes of what."""
+    """Any other decoder: its result is known only at the end."""
 
     needs_all = True
 
@@ -334,14 +339,14 @@ class _Whole(_Step):
 
 
 class _WholeText(_Whole):
-    """Any other decoder of a text that comes in pieces."""
+    """Any other decoder, of a text that comes in pieces."""
 
     def end(self) -> Sequence[str]:
         return (self._decoder.decode(["".join(self._chunks)]),)
 
 
 def _of_chunks(part: dict[str, Any]) -> _Step | None:
-    """The step of a decoder whose chunks come whole; None if there is no such decoder."""
+    """The step of a decoder whose chunks are whole tokens; None if the decoder is unknown."""
     match part["type"]:
         case "Replace" | "Strip":
             return _Each(_decoder(part))
@@ -362,11 +367,12 @@ def _of_chunks(part: dict[str, Any]) -> _Step | None:
 
 
 def _of_text(part: dict[str, Any]) -> _Step:
-    """The step of a decoder whose only chunk is the text, which comes in pieces."""
+    """The step of a decoder after the chunks were fused: its only chunk is the text, which comes in
+    pieces."""
     match part:
         case {"type": "Fuse"}:
             return _Step()
-        case {"type": "Metaspace"}:  # as the first chunk
+        case {"type": "Metaspace"}:  # the text counts as the first chunk
             return _Each(_decoder(part))
         case {"type": "Replace", "pattern": {"String": str(pattern)}} if len(pattern) == 1:
             return _Each(_decoder(part))
@@ -383,14 +389,15 @@ def _of_text(part: dict[str, Any]) -> _Step:
 
 
 def _decoder(part: dict[str, Any]) -> Any:
-    """The decoder of a part of a tokenizer's file."""
+    """The decoder that a part of a tokenizer's file describes."""
     decoder = decoders.Fuse()
+    # Unpickling makes a decoder of any kind from its JSON, whatever kind it was before.
     decoder.__setstate__(json.dumps(part).encode())
     return decoder
 
 
 def _flat(part: dict[str, Any]) -> list[dict[str, Any]]:
-    """The decoders of a chain, those of chains within it too."""
+    """The decoders of a chain, with nested chains flattened."""
     if part["type"] != "Sequence":
         return [part]
     return [each for inner in part["decoders"] for each in _flat(inner)]
@@ -398,7 +405,7 @@ def _flat(part: dict[str, Any]) -> list[dict[str, Any]]:
 
 @functools.lru_cache(maxsize=64)
 def _steps_of_state(state: bytes) -> tuple[_Step, ...] | None:
-    """The steps of a decoder that is kept as JSON; None: one of it is of an unknown kind."""
+    """The steps of a decoder from its JSON; None if one of them is of an unknown kind."""
     steps = list[_Step]()
     is_text = False
     for part in _flat(json.loads(state)):
@@ -411,16 +418,16 @@ def _steps_of_state(state: bytes) -> tuple[_Step, ...] | None:
 
 
 def steps_of(decoder: Any) -> tuple[_Step, ...]:
-    """The steps of a decoder: to be forked, not fed.
+    """The steps of a decoder; they are cached, so fork them before you feed them.
 
     Args:
-        decoder: of a tokenizer; None: it has none.
+        decoder: a tokenizer's decoder; None: it has none.
     """
     if decoder is None:
         return (_Spaced(),)
     try:
         state = decoder.__getstate__()
-    except Exception:  # one that is written in Python
+    except Exception:  # a decoder written in Python
         return (_Whole(decoder),)
     steps = _steps_of_state(bytes(state))
     if steps is None:
@@ -429,7 +436,7 @@ def steps_of(decoder: Any) -> tuple[_Step, ...]:
 
 
 def _fed(steps: Iterable[_Step], chunk: str) -> str:
-    """The text that a chain makes of one more chunk."""
+    """Feed one more chunk to a chain; returns the text that is now certain."""
     chunks: Sequence[str] = (chunk,)
     for step in steps:
         chunks = [piece for each in chunks for piece in step.feed(each)]
@@ -437,7 +444,7 @@ def _fed(steps: Iterable[_Step], chunk: str) -> str:
 
 
 def _ended(steps: Iterable[_Step]) -> str:
-    """The text that a chain adds if nothing follows."""
+    """The text that a chain adds if nothing follows. The steps do not change."""
     chunks = list[str]()
     for step in steps:
         if not chunks:
@@ -450,7 +457,7 @@ def _ended(steps: Iterable[_Step]) -> str:
 
 
 def _num_common(first: str, second: str) -> int:
-    """Length of the longest common beginning of two texts."""
+    """Length of the longest common prefix of two texts."""
     count = 0
     for one, other in zip(first, second, strict=False):
         if one != other:
@@ -460,26 +467,26 @@ def _num_common(first: str, second: str) -> int:
 
 
 class Detokenizer:
-    """Turns the tokens of a completion into text: all that `tokenizer.decode(prompt + completion)`
-    has after its longest common beginning with `tokenizer.decode(prompt)`. It is that text exactly,
-    for any decoder.
+    """Turns the tokens of a completion into text: exactly what `tokenizer.decode(prompt +
+    completion)` has after its longest common prefix with `tokenizer.decode(prompt)`, for any
+    decoder.
 
-    A text is returned once no later token can change it. So of bytes that are not yet a character
-    nothing is returned; of the byte tokens of `ByteFallback` nothing until another token follows,
-    as one wrong byte turns all of a run into U+FFFD; of `BPEDecoder`, whose last token differs, the
-    text of a token comes with the next one. After a decoder that only the whole text decides
-    (`Replace` by a regular expression after `Fuse`, one written in Python), all text comes at the
-    end.
+    Text is returned once no later token can change it. So bytes that are not yet a character are
+    held back; byte tokens of `ByteFallback` are held back until another token follows, since one
+    wrong byte turns the whole run into U+FFFD; with `BPEDecoder`, which treats the last token
+    differently, the text of a token comes with the next one. With a decoder that needs the whole
+    text (`Replace` of a regular expression after `Fuse`, or a decoder written in Python), all text
+    comes at the end.
 
     Args:
         tokenizer: None: tokens have no text.
         prompt: the tokens before the completion; negative ones, which stand for embeddings, have no
-            text. Of a long prompt only the beginning and the end are read, where they fix what
+            text. Of a long prompt, only the beginning and the end are read if they determine what
             follows.
-        hidden: tokens without a text: special ones.
+        hidden: tokens to omit, such as special ones.
 
     Attributes:
-        num_chars: the length of the text so far, with whole characters that are held back.
+        num_chars: the length of the text so far, including whole characters that are held back.
     """
 
     def __init__(
@@ -497,7 +504,7 @@ class Detokenizer:
         self.num_chars = 0
 
     def add(self, token: int) -> str:
-        """Take a token; returns the text that is certain by now and was not returned before."""
+        """Take a token; returns the text that is now certain and was not returned before."""
         self._read_prompt()
         chunk = self._chunk(token)
         if chunk is None:
@@ -517,7 +524,7 @@ class Detokenizer:
         return text
 
     def end(self) -> str:
-        """The text that was held back, as it is if nothing follows. It changes nothing."""
+        """The text that is held back, as it is if nothing follows. The state does not change."""
         self._read_prompt()
         text = _ended(self._steps)
         if self._left_of_prompt:
@@ -525,8 +532,8 @@ class Detokenizer:
         return text
 
     def _read_prompt(self) -> None:
-        """Read the prompt when the first token comes: if that raises, it is a fault of this
-        completion alone."""
+        """Read the prompt when the first token comes, so that an exception ends only this
+        completion."""
         if self._prompt is None:
             return
         if self._tokenizer is not None:
@@ -537,15 +544,15 @@ class Detokenizer:
         self._prompt = None
 
     def _chunk(self, token: int) -> str | None:
-        """The chunk of a token; None if it has no text."""
+        """The chunk of a token; None if the token has no text."""
         if self._tokenizer is None or token in self._hidden:
             return None
         return self._tokenizer.id_to_token(token)
 
     def _context(self, prompt: Sequence[int]) -> Iterable[str]:
-        """The chunks of a prompt that fix the text of what follows. At its beginning a decoder may
-        remove spaces; at its end are bytes of a character, and a run of bytes is read from where it
-        begins."""
+        """The chunks of a prompt that determine the text of what follows. At the beginning, a
+        decoder may remove spaces. At the end, there may be bytes of an incomplete character, and a
+        run of bytes has to be read from its start."""
         if any(step.needs_all for step in self._steps):
             return self._chunks(prompt)
         last = list[str]()
@@ -557,7 +564,6 @@ class Detokenizer:
         return itertools.chain(first, reversed(last))
 
     def _chunks(self, tokens: Iterable[int]) -> Iterator[str]:
-        """The chunks of those tokens that have any."""
         for token in tokens:
             if token < 0:
                 chunk = None
@@ -568,7 +574,7 @@ class Detokenizer:
 
 
 def text_between(tokenizer: Tokenizer, token: int) -> str:
-    """The text of a token that is neither the first one nor the last: with its space, and with
+    """The text of a token inside a text, neither first nor last: with its leading space, and with
     U+FFFD for bytes that are no character by themselves."""
     chunk = tokenizer.id_to_token(token)
     if chunk is None:
@@ -583,7 +589,7 @@ def text_between(tokenizer: Tokenizer, token: int) -> str:
 def text_offsets(
     tokenizer: Tokenizer | None, token_ids: Sequence[int], hidden: Container[int]
 ) -> list[int]:
-    """For each token, where its text begins in the text of all."""
+    """For each token, the offset of its text in the text of all tokens."""
     stream = Detokenizer(tokenizer, (), hidden)
     offsets = list[int]()
     for token in token_ids:

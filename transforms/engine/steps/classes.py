@@ -1,5 +1,5 @@
-"""The classes that an engine's steps run under: those of its graphs, and those to which other steps
-are padded."""
+"""The shape classes that an engine's steps are padded to: those of its graphs, and those of steps
+without a graph."""
 
 from typing import TypeVar
 
@@ -23,9 +23,9 @@ T = TypeVar("T")
 _MAX_DECISIONS = 4096
 _MOST_CAPTURED = 2048
 _MOST_CAPTURED_IF_SMALL = 4096
-# The bytes of weights that a token reads in a layer, below which a GPU is faster than the host that
-# launches a step of 8,192 tokens: on an H200, 19 ms against 22 to 40 for the 28 layers of
-# Qwen3-0.6B, of 31 MB.
+# If a token reads fewer bytes of weights than this in a layer, a GPU finishes a step of 8,192
+# tokens before the host has launched it: on an H200, 19 ms against 22 to 40 ms for the 28 layers of
+# Qwen3-0.6B, of 31 MB each.
 _SMALL_LAYER = 48 * 10**6
 
 
@@ -34,10 +34,10 @@ class Classes:
     """The classes that steps run under, to which their batches are padded.
 
     Args:
-        captured: those of graphs.
-        eager: those of other steps (`eager_ladder`). A step of more tokens than any of them has is
-            padded in requests only, to the most that one has, so that the head and sampling take
-            the same kernels.
+        captured: the classes of graphs.
+        eager: the classes of other steps (`eager_ladder`). A step with more tokens than the largest
+            of them is padded only in requests, to the most that any class has, so that the head and
+            sampling run the same kernels.
         max_num_tokens: the most tokens of a step.
     """
 
@@ -62,6 +62,7 @@ class Classes:
                     (name, more) for name, more in excess(chosen, descriptor).items() if more
                 )
                 decision = attrs.evolve(decision, descriptor=chosen, padding=padding)
+            # Ragged steps have many shapes, so the memo is bounded.
             if len(self._decisions) >= _MAX_DECISIONS:
                 self._decisions.clear()
             self._decisions[descriptor] = decision
@@ -69,18 +70,18 @@ class Classes:
 
     @property
     def captured_tokens(self) -> int:
-        """The most tokens of a step with prompts that has a graph."""
+        """The most tokens of a step with prompts that runs in a graph."""
         return max((one.num_tokens for one in self.captured if not one.is_uniform), default=0)
 
     @property
     def without_graph(self) -> list[BatchDescriptor]:
-        """The classes of padded steps without a graph; beyond the largest, those of `large`."""
+        """The classes of steps without a graph, including those of `large`."""
         return [one for one in (*self.eager, *self.large) if self.of(one).mode == "none"]
 
     @property
     def large(self) -> list[BatchDescriptor]:
-        """Classes of more tokens than any other: powers of two and `max_num_tokens`, one for each
-        choice of tiles."""
+        """Classes of more tokens than the largest eager one: powers of two and `max_num_tokens`, so
+        that each choice of tiles occurs in one of them."""
         largest = {
             one.num_active_loras: one for one in reversed([*self.eager]) if not one.is_uniform
         }.values()
@@ -97,8 +98,8 @@ class Classes:
         return [*map(self._of_most_requests, more)]
 
     def _of_most_requests(self, descriptor: BatchDescriptor) -> BatchDescriptor:
-        """The class of as many tokens, and of the most requests of a step, with as many adapters as
-        a class has."""
+        """The class with the same number of tokens, the most requests of any class, and the next
+        number of adapters that a class has."""
         if descriptor.is_uniform or not len(self.eager):
             return descriptor
         most = max(one.num_reqs for one in self.eager)
@@ -123,7 +124,7 @@ class Classes:
         )
 
     def unpad(self, out: T, descriptor: BatchDescriptor) -> T:
-        """Cut what a step returned down to its own class."""
+        """Remove a batch's padding from what its step returned."""
         decision = self.of(descriptor)
         if decision.padding and out is not None:
             return unpad(out, descriptor)
@@ -131,14 +132,15 @@ class Classes:
 
 
 def has_small_layers(config: ModelConfig) -> bool:
-    """Whether the host takes longer than a GPU for a large step without a graph, so that steps are
-    best as large as a graph may be."""
+    """Whether the host takes longer to launch a large step without a graph than a GPU takes to run
+    it, so that steps are best no larger than graphs."""
     return weights_of_layer(config, config.num_layers // 2).read(1) < _SMALL_LAYER
 
 
 def captured_tokens(config: ModelConfig) -> int:
-    """The most tokens of a ragged class: a step of more keeps a GPU busy for longer than its
-    launches take the host, or its graph would hold much memory."""
+    """The most tokens of a captured ragged class. A larger step gains nothing from a graph, since
+    it keeps the GPU busy for longer than the host takes to launch it; or its graph would hold too
+    much memory."""
     if has_small_layers(config):
         return _MOST_CAPTURED_IF_SMALL
     return _MOST_CAPTURED
@@ -147,8 +149,8 @@ def captured_tokens(config: ModelConfig) -> int:
 def engine_ladder(
     graph: str, budget: Budget, num_adapters: int, model: Model
 ) -> Ladder[BatchDescriptor]:
-    """The classes of a cohort's steps that may be captured, with the attention that the stages
-    have."""
+    """The classes of a cohort's steps that may be captured, as far as the stages' attention
+    allows."""
     loras = lora_rungs(min(num_adapters, budget.cohort_size))
     size = budget.cohort_size
     most = min(
@@ -160,9 +162,10 @@ def engine_ladder(
 def eager_ladder(
     budget: Budget, num_adapters: int, model: Model, device: torch.device
 ) -> Ladder[BatchDescriptor]:
-    """The classes to which a cohort's steps without a graph are padded. On a GPU they are those of
-    graphs in the default mode, so that each operator has the shapes that it has there: a kernel is
-    chosen by them, and with it the order of its sums. A model that runs in no graph has none."""
+    """The classes to which a cohort's steps without a graph are padded. On a GPU these are the
+    classes of graphs in the default mode, so that each operator sees the same shapes with and
+    without a graph: the shapes select the kernel, and with it the order of its sums. A model that
+    cannot run in a graph has none."""
     if device.type != "cuda" or model.functions.capability == "none":
         return Ladder()
     if model.functions.capability == "piecewise":
@@ -173,8 +176,8 @@ def eager_ladder(
 
 
 def model_ladder(mode: str, limits: Limits, functions: StageFunctions) -> Ladder[BatchDescriptor]:
-    """The classes that a model with these functions may capture. Where its attention runs inside of
-    a graph, there is no operator to cut at, and the graph is whole."""
+    """The classes that a model with these functions may capture. If its attention runs inside the
+    graph, there is no operator to cut at, and the graph is whole."""
     ladder = make_ladder(mode, limits, capability=functions.capability, strict=False)
     if functions.inside is None:
         return ladder

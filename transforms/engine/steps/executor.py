@@ -1,5 +1,5 @@
-"""Executors: they run steps on the device's states, one after the other or through the stages of a
-pipeline."""
+"""Executors: run steps on the device's states, one after the other or through a pipeline's
+stages."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,9 +35,9 @@ Example = tuple[Graphified[..., Any], tuple[Any, ...]]
 
 
 class Executor(Protocol):
-    """Runs work in order, without waiting for the device."""
+    """Runs works in order, without waiting for the device."""
 
-    state: Any  # one entry for each stage that runs here, once no work is running
+    state: Any  # one entry for each stage that runs here; valid while no work is running
     classes: Classes
 
     @property
@@ -46,30 +46,29 @@ class Executor(Protocol):
 
     @property
     def num_running(self) -> int:
-        """Works that were launched and have not been returned as finished."""
+        """Works that were launched but not yet returned as finished."""
 
     def __call__(self, works: Sequence[Work]) -> Sequence[FinishedWork]:
-        """Launch works; returns what is finished by now, in order. A pipeline returns works of
-        earlier calls."""
+        """Launch works; returns the works that are finished by now, in order. A pipeline returns
+        works of earlier calls."""
 
     def flush(self) -> Sequence[FinishedWork]:
         """Finish and return all launched work."""
 
     def received(self, finished: Sequence[FinishedWork], /) -> Callable[[], None]:
         """A function to call before the host reads finished work: it raises if other ranks were
-        asked for other work."""
+        given other work."""
 
     def examples(self) -> list["Example"]:
-        """Each graphified function, and arguments to capture it with, without a trace in the
-        states."""
+        """Each graphified function, with example arguments to capture it."""
 
     def placed(self) -> AbstractContextManager[None]:
-        """The context in which they run."""
+        """The context in which the functions run."""
 
 
 @attrs.frozen
 class BatchCache(Generic[T]):
-    """Puts batches on the device, and reuses what was made of an earlier decode of the same rows.
+    """Puts batches on the device, and reuses the result for later decodes of the same rows.
 
     Args:
         device: the device.
@@ -89,6 +88,7 @@ class BatchCache(Generic[T]):
     def __call__(self, work: Work) -> T:
         if work.token_ids or work.masks:
             return self.make(self._place(work))
+        # A decode's tokens and positions are in the state, so its batch depends on these alone.
         key = work.rows, work.query_len, work.num_active_loras
         if (batch := self._decodes.get(key)) is None:
             if len(self._decodes) >= _MAX_CACHED_BATCHES:
@@ -99,9 +99,10 @@ class BatchCache(Generic[T]):
         return batch
 
     def _place(self, work: Work) -> DeviceWork:
-        # What is given may be on the device already
+        # On the host, to be padded there before the upload; a prompt's embeddings may be on the
+        # device.
         device_work = work.place(self.device if work.contents else "cpu", self.first)
-        # Here, so that graphs see sizes of classes alone, and plan none anew
+        # Pad here, so that graphs see only the sizes of classes, and plan no new ones.
         batch = self.classes.pad(device_work.batch)
         return DeviceWork(tree_map(self._upload, batch), device_work.edits)
 
@@ -112,7 +113,8 @@ class BatchCache(Generic[T]):
 
 
 def _submission(work: DeviceWork) -> Submission:
-    """`Submission.of`, whose text and later part depend on the batch alone."""
+    """`Submission.of`, with the text and the later stages' batch made from the work's batch
+    alone."""
     return Submission(
         work, DeviceWork(work.batch.after_first(), work.edits), class_text(work.batch)
     )
@@ -129,7 +131,7 @@ def _with_edits(submission: Submission, edits: Edits) -> Submission:
 @torch.no_grad()
 def capture_all(executor: Executor) -> None:
     """Compile the kernels of an executor's functions, capture their ladders, plan the replay of
-    each class, and run steps of more tokens once; in mode none do nothing."""
+    each class, and run larger steps once; in mode none, do nothing."""
     with executor.placed():
         _compile_ahead(executor)
         for graph, example in executor.examples():
@@ -142,14 +144,15 @@ def capture_all(executor: Executor) -> None:
 
 @torch.no_grad()
 def estimate_all(executor: Executor) -> list[MemoryEstimate]:
-    """Compile the kernels of an executor's functions, and estimate the memory of their graphs."""
+    """Estimate the memory of the graphs of an executor's functions, after compiling their
+    kernels."""
     with executor.placed():
         _compile_ahead(executor)
         return [graph.memory_estimate(*example) for graph, example in executor.examples()]
 
 
 def _compile_ahead(executor: Executor) -> None:
-    """Compile the kernels of graphs, and of steps without a graph, all at once."""
+    """Compile the kernels of all graphs, and of steps without a graph, all at once."""
     with compiling_at_once():
         for graph, example in (
             *executor.examples(),
@@ -159,14 +162,14 @@ def _compile_ahead(executor: Executor) -> None:
 
 
 def _padding(executor: Executor, classes: Iterable[BatchDescriptor]) -> Iterator[Example]:
-    """Each graphified function, with padding of each class."""
+    """Each graphified function, with an all-padding batch of each class."""
     for graph, (params, state, *copied) in executor.examples():
         for descriptor in classes:
             yield graph, (params, state, *inert(copied, descriptor))
 
 
 class StepExecutor:
-    """Runs each work as one step, one after the other; finished work returns at once.
+    """Runs each work as one step, one after the other, and returns it as finished at once.
 
     Args:
         step: `(params, state, batch) -> (state, Output)` over tuples with one entry for each stage
@@ -206,9 +209,8 @@ class StepExecutor:
                 state = tuple(apply_edits(state, work.edits) for state in self.state)
             else:
                 state = self.state
-            with (
-                torch.no_grad()
-            ):  # functions of the user's own in a stage may read tensors that require grad
+            # Custom functions in a stage may read tensors that require grad.
+            with torch.no_grad():
                 self.state, out = self.step(self.params, state, self._batches(work))
             finished.append((work, self.classes.unpad(out, work.descriptor)))
         return finished
@@ -228,15 +230,14 @@ class StepExecutor:
 
 
 class PipelineExecutor:
-    """Runs work in a session of a pipeline: the stages overlap, within a call and from one call to
-    the next.
+    """Runs work in a session of a pipeline: the stages overlap, within a call and across calls.
 
     Args:
         pipelined: a pipeline of stages over `DeviceWork` (`with_edits`), with `advance_work`.
         params, state: one entry for each stage that runs here.
         device: the device of the batches.
         classes: that steps run under; None: their own.
-        graphs: the graphified stages that run here, each with an example of what the stage before
+        graphs: the graphified stages that run here, each with an example of what the previous stage
             sends it.
     """
 
@@ -291,7 +292,8 @@ class PipelineExecutor:
         return self.pipelined.transport.received(last)
 
     def _after(self, work: Work) -> int | None:
-        """The job of this session that the work waits for; jobs of earlier sessions have returned."""
+        """The job of this session that the work waits for; None if there is none, since jobs of
+        earlier sessions have returned."""
         if work.after is None or work.after < self._first_job:
             return None
         return work.after - self._first_job

@@ -1,4 +1,5 @@
-"""Results of steps: copied to the host without blocking the device, and read there (`StepResult`)."""
+"""Results of steps (`StepResult`): copied to the host without blocking the device, and read
+later."""
 
 import itertools
 import math
@@ -14,35 +15,35 @@ from weft.errors import LogitsError, RequestError, WeftError
 from weft.outputs import Output
 from weft.transforms.engine.steps.step import Work
 
-# Pause between two looks at the device.
+# Pause between two polls of the device.
 _POLL_SECONDS = 2e-5
-# Pause between two looks at the other ranks.
+# Pause between two checks of the other ranks.
 _CHECK_SECONDS = 0.05
 _CAPTURED = "captured "
-# Whether a number is above -inf; NaN is not.
+# Whether a number is above -inf; False for NaN. A bound method: it runs for every logprob.
 _is_above = (-math.inf).__lt__
 
-# Work that is done, and the last stage's output; None where the step returns nothing.
+# Finished work, and the last stage's output; None if the step returns nothing.
 FinishedWork = tuple[Work, Output | None]
 
 
 @attrs.frozen(eq=False)
 class StepResult:
-    """One step's sampled tokens and logprobs, copied to the host: one entry per batch row; for
-    prompts, per token.
+    """One step's sampled tokens and logprobs on the host: one entry per batch row, and for prompts
+    one per token.
 
     Args:
-        token_ids, logprobs: the new tokens: one, or, with drafts, as many as were accepted and one
-            more; fewer, or none, in a row with a fault.
+        token_ids, logprobs: the new tokens: one, or with drafts the accepted ones and one more;
+            fewer, or none, in a row with a fault.
         top_logprobs: the likeliest tokens and their logprobs, for each of those tokens or for more;
             empty if no request asked.
-        ranks: of the new tokens; empty as above.
+        ranks: the ranks of the new tokens; empty if no request asked.
         prompt_logprobs, prompt_top_logprobs, prompt_ranks: for each token of the batch; empty if no
             request asked.
         num_drafts: the number of drafts that were verified.
-        faults: for each row in which no token was drawn after those, the logprob that says so: NaN,
+        faults: for each row in which no further token could be drawn, the logprob that says so: NaN
             or -inf.
-        captured: [num_tokens, ...] by name: what the stages captured of each token of the batch.
+        captured: [num_tokens, ...] by name: what the stages captured for each token of the batch.
     """
 
     token_ids: list[list[int]]
@@ -57,11 +58,11 @@ class StepResult:
     prompt_ranks: list[int] = attrs.field(factory=list)
 
     def error(self, row: int, id: str, num_tokens: int) -> WeftError:
-        """The error of a request in whose row no token was drawn.
+        """The error of a request in whose row no token could be drawn.
 
         Args:
             id: of the request.
-            num_tokens: tokens before the one that was not drawn, the prompt included.
+            num_tokens: the tokens before the missing one, the prompt included.
         """
         if math.isnan(self.faults[row]):
             problem = "logits that are NaN"
@@ -77,11 +78,12 @@ class StepResult:
 
 
 class PendingResults:
-    """Results of finished work, on their way to the host.
+    """Results of finished work that are being copied to the host.
 
     Args:
         finished: works, and their outputs.
-        confirm: called once the copies are there, before they are read; raises if they are invalid.
+        confirm: called once the copies are complete, before they are read; raises if they are
+            invalid.
     """
 
     def __init__(self, finished: Sequence[FinishedWork], confirm: Callable[[], None]) -> None:
@@ -103,12 +105,12 @@ class PendingResults:
     def wait(
         self, check: Callable[[], None] | None = None
     ) -> Iterator[tuple[Work, StepResult | None]]:
-        """Wait for the copies; then the result of each work, as it is asked for, or None where
-        nothing was returned.
+        """Wait for the copies; then yield each work with its result, or with None if it returned
+        nothing.
 
         Args:
-            check: called now and then where the device may wait for another rank in vain; raises if
-                it does.
+            check: called periodically while waiting, if the device may wait for a rank that has
+                failed; raises if so.
         """
         if self._copied is not None and check is None:
             self._copied.synchronize()
@@ -142,6 +144,7 @@ def _tensors(out: Output) -> list[tuple[str, Tensor]]:
 def _to_host(x: Tensor) -> Tensor:
     if not x.is_cuda:
         return x
+    # Only a copy to pinned memory does not block the host.
     return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
 
 
@@ -175,7 +178,7 @@ def _step_result(copied: dict[str, Tensor]) -> StepResult:
         ),
         int(copied["num_drafts"].sum()) if "num_drafts" in copied else 0,
         {row: logprobs[row][index] for row, index in faults.items()},
-        # Kept by users, out of pinned memory.
+        # Users may keep these: clone them, to give the pinned memory back.
         {
             name.removeprefix(_CAPTURED): x.clone()
             for name, x in copied.items()
@@ -191,18 +194,19 @@ def _pairs(ids: list[list[int]], logprobs: list[list[float]]) -> list[list[tuple
 
 
 def is_fault(logprob: float) -> bool:
-    """Whether a logprob says that no token was drawn: NaN, as the logits were, or -inf."""
+    """Whether a logprob says that no token was drawn: NaN (from NaN logits) or -inf."""
     return not logprob > -math.inf
 
 
 def find_faults(logprobs: Sequence[Sequence[float]]) -> dict[int, int]:
-    """The rows with a fault, and the index of the first one in each."""
+    """The rows with a fault, and the index of the first fault in each."""
     if all(map(_is_above, itertools.chain.from_iterable(logprobs))):
-        return {}  # as nearly always
+        return {}  # nearly always
     faults = [
         (row, i)
         for row, row_logprobs in enumerate(logprobs)
         for i, x in enumerate(row_logprobs)
         if is_fault(x)
     ]
+    # Reversed, so that a row's first fault is the one that stays.
     return dict(reversed(faults))

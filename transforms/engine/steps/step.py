@@ -1,5 +1,5 @@
-"""One step as data: `Work`, which the scheduler decides, its tensors on a device, and its edits of
-the tables."""
+"""One step as data: the scheduler's `Work`, its tensors on a device, and its edits to the state's
+tables."""
 
 import functools
 import hashlib
@@ -36,14 +36,15 @@ class Admission:
     Args:
         row: the row.
         pages: its pages, in order.
-        computed: tokens whose keys and values are in them already.
-        sampling, prompt: of the request.
+        computed: the number of tokens whose keys and values are already in the pages.
+        sampling, prompt: the request's.
         generated: the tokens that it generated before it was preempted.
         adapter: the slot of its LoRA adapter; -1: none.
         limit: the most tokens that it can have, its prompt included.
         mrope_position_delta: position minus index, for each token after the prompt.
-        extras: its own, by name; those that are not here are the model's defaults.
-        num_cached: tokens in its pages that are computed again, and not written.
+        extras: the request's extras, by name; missing ones have the model's defaults.
+        num_cached: tokens that are in its shared pages already: they are recomputed, but not
+            written.
     """
 
     row: int
@@ -61,7 +62,7 @@ class Admission:
 
 @attrs.frozen
 class Growth:
-    """A request gets more pages, after the `start` pages that it has."""
+    """A request gets more pages, after the `start` pages that it already has."""
 
     row: int
     start: int
@@ -73,7 +74,7 @@ class Edits:
     """Changes to the state's tables before a step.
 
     Args:
-        copies: (source, target): pages to copy, so that another request can write on the copy.
+        copies: (source, target) pages: copies on which another request can write.
         admissions, growths: requests that get a row, and requests that get pages.
     """
 
@@ -87,7 +88,7 @@ class Edits:
 
 @attrs.frozen
 class Work:
-    """One step as the scheduler decided it, on the host; equal on all ranks.
+    """One step as the scheduler decided it on the host; equal on all ranks.
 
     Each tuple has one entry per request, in the order of the batch.
 
@@ -99,17 +100,17 @@ class Work:
         token_ids: the tokens to compute; empty for a uniform decode, which continues from each
             request's last token.
         samples: whether the request samples a token.
-        after: the job whose tokens must have returned before this one runs; None: no such job.
-        targets: the prompt token after each token, or 0 where the request wants no logprobs of its
-            prompt; empty if no request does.
-        starts: tokens in the cache before this step; for a decode, an upper bound.
+        after: the job whose tokens must have returned before this one runs; None: there is none.
+        targets: for each token, the prompt token after it, whose logprob is computed; 0 for
+            requests without prompt logprobs. Empty if no request wants them.
+        starts: tokens in the KV cache before this step; for a decode, an upper bound.
         num_active_loras: number of different adapters.
-        query_len: tokens per request of a uniform decode: the last one, and drafts.
-        contents: the prompt's embeddings, positions and inputs of its tokens; empty if no prompt
-            has them.
-        masks: the bits of the tokens that may be sampled, None for any token; empty if no request
-            has a mask.
-        captures: whether the stages capture something of its tokens.
+        query_len: tokens per request of a uniform decode: the last token, and drafts.
+        contents: each prompt's embeddings, positions and per-token inputs; empty if no prompt has
+            them.
+        masks: for each request, the bits of the tokens that may be sampled, or None for any token;
+            empty if no request has a mask.
+        captures: whether the stages capture values for its tokens.
     """
 
     job: int
@@ -129,7 +130,7 @@ class Work:
 
     @property
     def feeds(self) -> bool:
-        """Whether the step returns tokens, logprobs or what was captured."""
+        """Whether the step returns tokens, logprobs or captured values."""
         return any(self.samples) or bool(self.targets) or self.captures
 
     @property
@@ -157,8 +158,8 @@ class Work:
 
     @property
     def summary(self) -> str:
-        """One line, which must be equal on all ranks: the rows, their numbers of tokens, and a
-        digest of the masks."""
+        """One line that must be equal on all ranks: the rows, their numbers of tokens, and a digest
+        of the masks."""
         digest = hashlib.blake2b(digest_size=6)
         for mask in self.masks:
             digest.update(b"any;" if mask is None else b"%d;" % len(mask) + mask)
@@ -168,7 +169,7 @@ class Work:
         """The batch as tensors on a device.
 
         Args:
-            first: whether the first stage runs here; no other stage takes embeddings and positions.
+            first: whether the first stage runs here; only it takes embeddings and positions.
         """
         loras = self.num_active_loras
         if not self.token_ids:
@@ -224,7 +225,7 @@ def _decode_text(rows: tuple[int, ...]) -> str:
 @pytree
 @attrs.frozen(eq=False)
 class DeviceWork:
-    """Work whose batch is on the device: what a stage made by `with_edits` takes as its batch."""
+    """Work whose batch is on the device: the input of a stage made by `with_edits`."""
 
     batch: Batch
     edits: Edits = attrs.field(metadata=_STATIC)
@@ -236,7 +237,7 @@ def batch_embeds(
     token_ids: Sequence[Sequence[int]],
     device: torch.device | str,
 ) -> Tensor | None:
-    """The embeddings [num_tokens, hidden_size] of a batch's tokens; None if none is EMBEDDED.
+    """The embeddings [num_tokens, hidden_size] of a batch's tokens; None if no token is EMBEDDED.
 
     Args:
         contents: one entry per request.
@@ -260,7 +261,7 @@ def batch_positions(
     device: torch.device | str,
 ) -> Tensor | None:
     """The positions [3, num_tokens] of a batch's tokens, -1 where they follow from the state; None
-    if all do.
+    if they all do.
 
     Args:
         contents, starts, token_ids: as for `batch_embeds`.
@@ -283,8 +284,7 @@ def batch_token_extras(
     token_ids: Sequence[Sequence[int]],
     device: torch.device | str,
 ) -> dict[str, PerToken]:
-    """The inputs [num_tokens, ...] by name that the batch's tokens have of their own; empty if no
-    request gives any.
+    """The per-token inputs [num_tokens, ...] of a batch, by name; empty if no request gives any.
 
     Args:
         contents, starts, token_ids: as for `batch_embeds`.
@@ -307,7 +307,7 @@ def _in_batch(
     values: Sequence[Tensor | None], starts: Sequence[int], token_ids: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, Tensor]]:
     """For each request whose prompt has a row of values per token: the index of its first token in
-    the batch, and the rows of its tokens."""
+    the batch, and the rows of its tokens in the batch."""
     first = 0
     for rows, start, ids in zip(values, starts, token_ids, strict=True):
         if rows is not None:
@@ -316,16 +316,16 @@ def _in_batch(
 
 
 def stack_masks(masks: Sequence[bytes | None]) -> Tensor:
-    """`Batch.token_mask` [num_reqs, ceil(vocab_size / 32)] int32 from a batch's masks, not all of
-    them None."""
+    """`Batch.token_mask` [num_reqs, ceil(vocab_size / 32)] int32 from a batch's masks, at least one
+    of which is not None."""
     size = max(len(mask) for mask in masks if mask is not None)
     rows = b"".join(b"\xff" * size if mask is None else mask for mask in masks)
     return torch.frombuffer(bytearray(rows), dtype=torch.int32).view(len(masks), -1)
 
 
 def with_edits(stage: Stage) -> Stage:
-    """Turn a stage over batches into a stage over `DeviceWork`, which edits the tables first, and
-    records nothing for autograd. The edits are outside of the stage's graph."""
+    """Turn a stage over batches into a stage over `DeviceWork` that edits the tables first and
+    records nothing for autograd. The edits run outside the stage's graph."""
 
     @functools.wraps(stage)
     def run(params: Any, state: Any, work: DeviceWork, x: Any) -> tuple[Any, Any]:
@@ -338,7 +338,7 @@ def with_edits(stage: Stage) -> Stage:
 
 
 def with_advance(stage: Stage) -> Stage:
-    """Turn the only stage of a model into one that also advances the state, so that one graph holds
+    """Turn a model's only stage into one that also advances the state, so that one graph holds
     both."""
     step = compose([stage], advance=advance)
 
@@ -370,7 +370,7 @@ def apply_edits(state: State, edits: Edits) -> State:
 
     Args:
         state: donated.
-        edits: no two of them give the same row.
+        edits: no two of them admit into the same row.
     """
     if edits.copies:
         state = copy_pages(state, *zip(*edits.copies, strict=True))
@@ -395,8 +395,8 @@ def apply_edits(state: State, edits: Edits) -> State:
 
 
 def graph_step(step: Any, ladder: Ladder[BatchDescriptor], backend: str | None) -> Any:
-    """Graphify a decoder's step or stage, in pieces around its attention where the ladder asks for
-    them. With an empty ladder, return it as it is."""
+    """Graphify a decoder's step or stage; piecewise classes are cut at its attention. With an empty
+    ladder, return it unchanged."""
     if len(ladder):
         return graphify(step, ladder=ladder, split_at=_SPLIT_AT, backend=backend)
     return step
