@@ -1,4 +1,4 @@
-"""`logprobs`: the logprobs of given tokens, which can be differentiated."""
+"""`logprobs`: differentiable logprobs of given tokens."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -25,35 +25,36 @@ def logprobs(
     *,
     adapter: Adapter | Sequence[Adapter | None] | None = None,
 ) -> list[Tensor]:
-    """The logprobs of each sequence's tokens but the first, with gradients, from one pass over
+    """The differentiable logprobs of each sequence's tokens except the first, from one pass over
     each.
 
-    Gradients go to the model's parameters: to those that require grad, or to those that a transform
-    of torch.func follows, as `attrs.evolve(model, params=...)` inside the function that it
-    transforms. A sampler's logprobs of the same tokens differ from these by rounding, unless the
-    model is batch invariant: then they are the same bits, also under autograd and `torch.func.grad`
-    and `vjp`. `torch.func.jvp` and `vmap` compute the reference's values, which differ by rounding.
+    Gradients flow to the model's parameters: to those that require grad, or to those that a
+    torch.func transform tracks, if you pass `attrs.evolve(model, params=...)` inside the
+    transformed function. A sampler's logprobs of the same tokens differ from these by rounding,
+    unless the model is batch invariant: then they are bitwise equal, also under autograd,
+    `torch.func.grad` and `vjp`. `torch.func.jvp` and `vmap` use the reference implementation, which
+    differs by rounding.
 
-    Steps are eager. Short sequences share one, and a long one has its own. Autograd keeps what
-    backward() needs of all: to save memory, pass a part of the sequences at a time. Stages of one's
-    own find their extras at their defaults.
+    Steps are eager. Short sequences share a step, and a long one has a step to itself. Autograd
+    keeps what backward() needs for all of them; to save memory, pass fewer sequences at a time.
+    Custom stages see the default values of their extras.
 
     Args:
-        model: from `weft.load`, all of it.
-        sequences: a prompt and its completion each, as token ids or as a text: of at least two
-            tokens, and at most the model's limit.
-        adapter: a LoRA from `weft.load_adapter`, for all sequences or one per sequence; None: the
-            model alone. Matrices that require grad get gradients, too.
+        model: a whole model from `weft.load`.
+        sequences: each a prompt with its completion, as token ids or as text: at least two tokens,
+            and at most the model's limit.
+        adapter: a LoRA from `weft.load_adapter`: one for all sequences, or one per sequence; None:
+            the model alone. Its matrices get gradients, too, if they require grad.
 
     Returns:
         For each sequence [number of its tokens - 1] float32, natural logarithms: entry i is the
         logprob of token i + 1.
 
     Raises:
-        RequestError: not a list of sequences, another number of adapters, a sequence that is too
-            short or too long, or one with an id that is not a token; or the model is a stage or a
-            share of a whole.
-        DerivativeError: gradients of a model in FP8.
+        RequestError: `sequences` is not a list of sequences; the number of adapters differs; a
+            sequence is too short or too long, or holds an id that is not a token; or the model is a
+            stage or a share of a model.
+        DerivativeError: the model is in FP8 and gradients are asked for.
 
     >>> import weft
     >>> model = weft.load("demo", "cpu")
@@ -107,9 +108,9 @@ _MOST_QUERIES = 4096
 
 
 def _groups(sequences: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
-    """The sequences in groups, one step each. Attention that is differentiated has a row of queries
-    for each sequence, as long as the batch: many short sequences share a step, and long ones have a
-    step of their own."""
+    """The sequences in groups, one step each. Differentiable attention pads each sequence's row of
+    queries to the length of the batch, so short sequences share a step and long ones get separate
+    steps."""
     group: list[Sequence[int]] = []
     for ids in sequences:
         if group and (len(group) + 1) * (sum(map(len, group)) + len(ids)) > _MOST_QUERIES:
@@ -136,7 +137,7 @@ _RULES: dict[str, Rule] = {
 
 
 def _check_sequence(call: str, model: Model, name: str, ids: Any) -> None:
-    """Raise RequestError unless these are tokens of the model, as many as it can give logprobs of."""
+    """Raise RequestError unless these are tokens of the model, neither too few nor too many."""
     most = model.config.max_position_embeddings
     vocab = model.config.vocab_size
     if not isinstance(ids, list | tuple):

@@ -14,26 +14,26 @@ from weft.transforms.engine.steps.executor import Executor, estimate_all
 from weft.transforms.pipelines.timing.hardware import MEMORY_SHARE
 from weft.trees import tree_leaves
 
-# A KV cache that takes a smaller share of the free memory leaves room for any graphs: they are not
-# estimated.
+# A KV cache that takes a smaller share of the free memory leaves room for any graphs, so these are
+# not estimated.
 _SMALL_CACHE_SHARE = 0.25
-# Factor on the estimate of the graphs' memory, which is interpolated: with a draft model, whose
-# classes differ in more than their size, graphs were found to take up to a fifth more.
+# Factor on the estimate of the graphs' memory, which is interpolated. With a draft model, whose
+# classes differ in more than size, graphs were measured to take up to a fifth more.
 _GRAPHS_MARGIN = 1.25
 # The most that the KV cache takes on a CPU.
 _CPU_BYTES = 2**30
 
 
 def empty_pages(model: Model, num_pages: int, page_size: int) -> Tensor:
-    """Pages of a whole model beside the engine's, [num_layers, 2, num_pages, page_size,
-    num_kv_heads, head_dim]."""
+    """Empty pages for a whole model that runs beside the engine's, [num_layers, 2, num_pages,
+    page_size, num_kv_heads, head_dim]."""
     config = model.config
     shape = config.num_layers, 2, num_pages, page_size, config.num_kv_heads, config.head_dim
     return torch.zeros(shape, dtype=model.cache_dtype, device=model.device)
 
 
 def page_bytes(model: Model, num_layers: int, page_size: int) -> int:
-    """Bytes of one page of the KV cache, over so many of the model's layers."""
+    """Bytes of one page of the KV cache, over `num_layers` of the model's layers."""
     config = model.own_config
     return (
         2
@@ -54,7 +54,7 @@ def fitting_pages(
         return max(1, _CPU_BYTES // page_bytes)
     if page_bytes * most <= _SMALL_CACHE_SHARE * free:
         return most
-    num_bytes = reserved()  # which allocates, so the free memory is asked for afterwards
+    num_bytes = reserved()  # this allocates, so query the free memory afterwards
     return max(1, int(MEMORY_SHARE * (free_bytes(device) or 0) - num_bytes) // page_bytes)
 
 
@@ -64,10 +64,10 @@ def check_room(
     """Refuse a number of pages that does not fit into memory, before any rank allocates them.
 
     Args:
-        least: the least on any rank of a number that each has of its own.
+        least: takes a number that each rank has, and returns the smallest.
 
     Raises:
-        RequestError: there is less free memory than the pages take.
+        RequestError: the pages take more memory than is free.
     """
     free = available_bytes(device)
     if free is None:
@@ -88,8 +88,8 @@ def check_room(
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """The memory that pages can take: on a GPU what is free, and what torch holds for nothing at
-    the moment; on a CPU what Linux can give, swap included. None: not known."""
+    """The memory that pages can take: on a GPU what is free, plus what torch's allocator caches
+    unused; on a CPU what Linux has available, swap included. None: unknown."""
     if device.type == "cuda":
         return (
             (free_bytes(device) or 0)
@@ -107,7 +107,7 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """The free memory of a GPU; None for a CPU, of whose memory an engine takes a fixed amount."""
+    """The free memory of a GPU; None for a CPU, where an engine takes a fixed amount."""
     if device.type == "cpu":
         return None
     torch.cuda.empty_cache()  # give back the memory of dropped tensors and graphs
@@ -115,7 +115,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def reserved_bytes(executor: Executor | None) -> int:
-    """The memory that an executor takes beside pages: its tables, and its graphs once they are
+    """The memory that an executor needs beside pages: its tables, and its graphs once they are
     captured."""
     if executor is None:
         return 0

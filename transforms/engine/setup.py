@@ -1,5 +1,5 @@
-"""Setup: a model's weights, states and stages as one step: `make_executor` for an engine,
-`make_runner` without one."""
+"""Setup: puts a model's weights, states and stages together as one step: `make_executor` for an
+engine, `make_runner` without one."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -60,7 +60,7 @@ def assert_same_engines(
     options: Mapping[str, Any],
     adapters: Mapping[str, Adapter],
 ) -> None:
-    """Compare the engines of all ranks."""
+    """Compare the model, limits, options and adapters of the engines on all ranks."""
     facts = {**model.facts, **limits.options, **options}
     facts |= {f"adapter {name!r}": adapter.weights for name, adapter in adapters.items()}
     for subject, value in facts.items():
@@ -68,11 +68,11 @@ def assert_same_engines(
 
 
 def assert_same_left_out(call: str, transport: Transport, arguments: Mapping[str, Any]) -> None:
-    """Compare which of these are None on each rank: the ranks then send each other what they use in
-    their place, and a rank that does not would be waited for.
+    """Check that all ranks leave out the same arguments. Ranks exchange the values that replace a
+    None; if only some of them did, they would wait for the others forever.
 
     Raises:
-        ProgramError: another rank has left out others.
+        ProgramError: another rank leaves out other arguments.
     """
     left_out = [name for name, value in arguments.items() if value is None]
     for rank, other in enumerate(transport.collect(left_out)):
@@ -100,6 +100,8 @@ def make_states(
         model.own_config,
         layouts,
         max_num_reqs=limits.budget.max_num_reqs,
+        # With the policy `recompute` one more page is scratch, to which recomputed tokens are
+        # written.
         num_pages=limits.num_pages + is_recomputed,
         max_pages=limits.budget.max_pages + spare,
         page_size=limits.page_size,
@@ -132,7 +134,7 @@ def make_states(
 def _carrying(
     state: State, defaults: Mapping[str, Tensor], num_drafts: int = 0, num_pages: int | None = None
 ) -> State:
-    """The same empty state with what its requests carry."""
+    """The same empty state, with room for what its requests carry."""
     if not defaults:
         return state
     device_defaults = {name: x.to(state.positions.device) for name, x in defaults.items()}
@@ -144,7 +146,7 @@ def _carrying(
 
 
 def _with_pages_beside(state: State, layout: StageLayout, model: Model) -> State:
-    """The same empty state with pages for the models that read beside the last stage."""
+    """The same empty state, with pages for the models that run beside the last stage."""
     if not layout.last or not model.functions.beside:
         return state
     _, _, num_pages, page_size, _, _ = state.kv_pages.shape
@@ -165,8 +167,8 @@ def make_executor(
     keep_logits: bool = False,
     backend: str | None = None,
 ) -> Executor:
-    """An executor for an engine's work: one graphified step for one stage, a pipeline of graphified
-    stages for more.
+    """Make an executor for an engine's work: one graphified step for a single stage, a pipeline of
+    graphified stages for several.
 
     Args:
         graph: one of `weft.transforms.MODES`.
@@ -203,6 +205,7 @@ def make_executor(
         whole = graph_step(compose(stages, advance=advance), ladder, backend)
         return StepExecutor(whole, params, state, model.device, classes)
     x = _example(model, drafts)
+    # Ranks that share a single stage run it as a pipeline of one stage.
     alone = split.num_stages == 1
     spanned = [
         graph_step(with_advance(stage) if alone else stage, ladder, backend) for stage in stages
@@ -225,14 +228,14 @@ def make_executor(
 
 
 def _detached(leaf: Any) -> Any:
-    """A parameter without a gradient, so that the steps keep nothing for backward()."""
+    """A parameter detached from autograd, so that steps keep nothing for backward()."""
     if isinstance(leaf, Tensor) and leaf.requires_grad:
         return leaf.detach()
     return leaf
 
 
 def _example(model: Model, drafts: int) -> IntermediateTensors:
-    """What one stage sends to the next, for one token."""
+    """An example of what one stage sends to the next, for one token."""
     ids = torch.zeros(1, dtype=torch.int64, device=model.device)
     hidden = torch.zeros(1, model.config.hidden_size, dtype=model.dtype, device=model.device)
     has_mrope = model.config.rope.mrope_section is not None
@@ -250,7 +253,7 @@ def _example(model: Model, drafts: int) -> IntermediateTensors:
 
 @attrs.frozen(eq=False, repr=False)
 class Runner:
-    """A model ready to step; `make_state` makes its state.
+    """A model that is ready to step; `make_state` makes its state.
 
     Args:
         step: `(params, state, batch) -> (state, Output)` over tuples with one entry for each stage
@@ -298,23 +301,23 @@ def make_runner(
     transport: Transport | None = None,
 ) -> Runner:
     """Compose the model's stages into a step: `graphify(compose(...))` for one stage,
-    `pipeline(map(graphify, stages))` for more.
+    `pipeline(map(graphify, stages))` for several.
 
     Args:
         model: the checkpoint.
-        limits: the bounds of a batch, and so of the ladder.
+        limits: the bounds of a batch, which determine the ladder.
         num_stages: the number of pipeline stages; a batch is cut into as many micro-batches.
         mode: a graph mode (`weft.transforms.graphs.ladder.MODES`).
-        backend: of graphify.
+        backend: the backend of `graphify`.
         keep_logits: whether outputs hold logits.
         num_logprobs: the number of likeliest tokens whose logprobs outputs hold.
-        transport: of the pipeline; None: `Local()`.
+        transport: the pipeline's transport; None: `Local()`.
 
     Raises:
-        ProgramError: more stages than layers, or a model that is not the part that runs here, or a
-            share of one.
-        DescriptorError: an unknown mode, or limits with places for drafts (`query_lens`), which a
-            runner does not fill.
+        ProgramError: more stages than layers, a model that is not the part that runs here, or a
+            share of a model.
+        DescriptorError: an unknown mode, or limits with room for drafts (`query_lens`), which a
+            runner does not make.
     """
     call = f"make_runner(model, limits, num_stages={num_stages!r})"
     rules = {"num_stages": stage_rule(model)}
@@ -367,16 +370,16 @@ def make_state(
     extras: Sequence[Mapping[str, Tensor]] | None = None,
     adapters: Sequence[int] | None = None,
 ) -> tuple[State, ...]:
-    """Make each stage's state, with one admitted request per length, in rows 0, 1, ..., and enough
-    pages for each request to grow to its length.
+    """Make each stage's state, with one admitted request per length, in rows 0, 1, ..., and pages
+    for each request to grow to its length.
 
     Args:
         model: the checkpoint.
         layouts: the stages' layers, as in `Runner.layouts`.
         lengths: the most tokens that each request will hold.
         sampling, prompts, mrope_position_deltas, extras, adapters: one per request, as
-            `weft.state.admit` takes them. None: greedy; empty prompts, so that penalties count none
-            of their tokens; 0; the model's defaults; no adapters.
+            `weft.state.admit` takes them. The defaults are greedy sampling; empty prompts, so that
+            penalties count no prompt tokens; 0; the model's extras; and no adapters.
 
     Raises:
         RequestError: lengths that are not a list of integers >= 1.

@@ -1,5 +1,5 @@
-"""`Split`: the ranks that an engine's model is spread over, stages by shares of each, and those
-that run here."""
+"""`Split`: the ranks that an engine's model is split over (stages, and shares of each stage), and
+which of them run here."""
 
 from typing import Any
 
@@ -32,7 +32,8 @@ class Split:
 
     @property
     def mesh(self) -> Mesh | None:
-        """The ranks, where several share a stage: those of a stage are neighbours."""
+        """The mesh of ranks, in which the ranks of one stage are consecutive; None if no stage is
+        shared."""
         if self.num_shards == 1:
             return None
         return Mesh(**{PIPELINE: self.num_stages, AXIS: self.num_shards})
@@ -47,7 +48,7 @@ class Split:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether other processes run stages, too."""
+        """Whether other processes run some of the stages."""
         return len(self.here) < self.num_stages * self.num_shards
 
     def layouts(self, model: Model) -> list[StageLayout]:
@@ -56,8 +57,8 @@ class Split:
         return [every[stage] for stage in self.here]
 
     def check(self, call: str, model: Model, backend: str | None = None) -> None:
-        """Raise ProgramError unless the model is this rank's share, in a process of its own, and
-        the back end of its graphs is one for its device."""
+        """Raise ProgramError unless the model is this rank's share, shares are in separate
+        processes, and the graph backend fits the model's device."""
         if backend == "cuda" and torch.device(model.device).type != "cuda":
             instead = 'backend=None; or weft.load(..., device="cuda")'
             raise ProgramError(call, f"backend='cuda', and a model on '{model.device}'", instead)

@@ -19,22 +19,23 @@ class Stats:
     Args:
         running, waiting: requests with and without a row of the state; each completion of a prompt
             counts.
-        pages_held, pages_kept, pages_free: pages of the KV cache that requests hold; free pages
-            that are still in the prefix cache; all free pages.
-        prefix_tokens: tokens of prompts that were found in the prefix cache, and not computed.
-        preempted: how often a request gave up its pages to others, to begin again later.
+        pages_held, pages_kept, pages_free: pages of the KV cache: those that requests hold; free
+            ones that are still in the prefix cache; and all free ones.
+        prefix_tokens: prompt tokens that were found in the prefix cache.
+        preempted: how often a request gave up its pages to others, and had to restart later.
         ended: requests that have ended, by reason.
         steps: steps by kind: `decode`, `prompts`, or `mixed`.
-        modes: the same steps by the mode they were dispatched to: `full`, `piecewise` or `none`.
+        modes: the same steps by the mode that they ran in: `full`, `piecewise` or `none`.
         tokens: tokens that steps computed.
-        padding: tokens that steps computed in addition, since the sizes of graphs are fixed.
-        drafted, accepted: drafts that were verified, and those that were accepted, in the steps
-            read so far.
+        padding: padding tokens that steps computed in addition, since the sizes of graphs are
+            fixed.
+        drafted, accepted: drafts that were verified and drafts that were accepted, in the steps
+            that were read so far.
         captures, replays, eager: captures and replays of graphs in all stages that run here, and
             calls without a graph.
         graphs: graphs held, by mode.
-        eager_reasons: the calls without a graph, by reason: each class that no captured class
-            covers is one.
+        eager_reasons: the calls without a graph, by reason; each class that no captured class
+            covers is a separate reason.
     """
 
     running: int
@@ -73,8 +74,7 @@ class Counts:
     """The counters behind `Stats`.
 
     Args:
-        classes: that steps run under.
-    """
+        classes: the classes that steps run under."""
 
     classes: Classes
     tokens: int = 0
@@ -97,13 +97,14 @@ class Counts:
         """Count a step's result."""
         if result.num_drafts:
             self.drafted += result.num_drafts
+            # Of a row's tokens, all but the last are accepted drafts.
             self.accepted += sum(len(ids) - 1 for ids in result.token_ids if ids)
 
     def stats(
         self, host: HostState, ended: Mapping[str, int], graphs: Sequence[Graphified[..., object]]
     ) -> Stats:
-        """A snapshot, with what the host and the graphs hold, and the completions that have ended,
-        by reason."""
+        """A snapshot of these counts, of what the host and the graphs hold, and of the completions
+        that have ended, by reason."""
         infos = [graph.cache_info() for graph in graphs]
         pages = host.pages
         running = len(host.running)

@@ -1,5 +1,5 @@
-"""Steps of prompts within a number of seconds: measured when an engine is made, the same on all
-ranks."""
+"""Limits the seconds of steps with prompts, from measurements when an engine is made; the result is
+the same on all ranks."""
 
 import random
 import time
@@ -15,16 +15,16 @@ from weft.transforms.engine.options import ResolvedLimits
 from weft.transforms.engine.requests.step_time import step_time
 from weft.transforms.pipelines.transports import Transport
 
-# Steps of the most tokens, and of these fractions of it, are measured.
+# Measured are steps of the most tokens, divided by each of these numbers.
 _SHARES = 1, 2, 4, 8, 16, 32
-# The steps by whose time a run of several is longer than a run of one.
+# The number of steps by which the run of several steps is longer than the run of one.
 _REPEATS = 5
-# The runs of several steps, and of decodes, of which the fastest counts, and the measurements of
-# all before a limit is refused: another process may take the time of one.
+# The number of runs of several steps, and of decodes, of which the fastest counts; and the number
+# of full measurements before a limit is refused. Another process may slow down any one of them.
 _TRIES = 2
-# The most steps of decodes that are measured after one of prompts.
+# The most decode steps that are measured after a step of prompts.
 _DECODES = 8
-# To find what a pair takes, many short prompts are compared with this many times fewer, longer
+# To find the cost of a pair, many short prompts are compared with this many times fewer, longer
 # ones.
 _FEWER = 4
 _GREEDY = SamplingParams(ignore_eos=True)
@@ -46,17 +46,17 @@ class _Engine(Protocol):
 
 
 def limit_steps(engine: _Engine, seconds: float, captured: int) -> ResolvedLimits:
-    """The limits of an idle engine, with a time for its steps, measured by prompts alone and
-    decodes alone.
+    """The limits of an idle engine, with an estimate of its steps' time (`step_time`), measured on
+    prompts alone and on decodes alone.
 
     Args:
-        engine: has served nothing.
+        engine: one that has served nothing yet.
         seconds: the limit.
-        captured: the most tokens of a step with prompts that has a graph. A token more may take
-            longer: a step's launches then take the host's time.
+        captured: the most tokens of a step with prompts that has a graph. One more token can take
+            much longer, since the host then launches each kernel of the step.
 
     Raises:
-        RequestError: a step of one page of tokens takes longer.
+        RequestError: a step of one page of tokens takes longer than the limit.
     """
     limits = engine.limits
     page = engine.limits.page_size
@@ -69,7 +69,9 @@ def limit_steps(engine: _Engine, seconds: float, captured: int) -> ResolvedLimit
         local_seconds += [
             _decode_seconds(engine, draw, lengths) for lengths in ([1] * len(few), few)
         ]
+        # The slowest rank counts, and all ranks get the same estimate.
         *steps, sooner, later = map(max, zip(*engine.transport.collect(local_seconds), strict=True))
+        # The random prompts must not stay in the cache.
         engine.reset_prefix_cache()
         times = [*zip((*sizes, many, few), steps, strict=True)]
         estimate = step_time(seconds, times[:-2], times[-2:], (sooner, later))
@@ -84,16 +86,17 @@ def limit_steps(engine: _Engine, seconds: float, captured: int) -> ResolvedLimit
 def prompt_lengths(
     limits: ResolvedLimits, max_positions: int, captured: int, run_ahead: int
 ) -> tuple[list[list[int]], list[int], list[int]]:
-    """The lengths of the prompts of each step that is measured: for several numbers of tokens as
-    few as hold them, with the most that a graph has and one more; and for one number many of them,
-    and a few of the greatest length."""
+    """The lengths of the prompts of each measured step. The first list is for several numbers of
+    tokens, among them the most that a graph has and one more, each in as few prompts as can hold
+    them. The other two have one number of tokens in many short prompts, and in a few of the
+    greatest length."""
     budget = limits.budget
     page = limits.page_size
     room = _most_positions(limits, max_positions)
     longest = max(1, min(budget.max_num_tokens, room - 1 - _DECODES))
     pages = limits.num_pages // budget.num_cohorts
-    # A step's prompts are there until it is read, and those of the steps that are launched before
-    # that.
+    # The prompts of a step hold their pages until it is read, and so do those of the steps that run
+    # ahead.
     count = min(budget.cohort_size, pages // -(-min(room, longest + 1 + _DECODES) // page)) // (
         1 + run_ahead
     )
@@ -115,17 +118,18 @@ def _most_positions(limits: ResolvedLimits, max_positions: int) -> int:
 
 
 def _split(tokens: int, count: int) -> list[int]:
-    """So many tokens as prompts of one length, or nearly so."""
+    """`count` prompts of nearly equal lengths, `tokens` in all."""
     return [tokens // count + (place < tokens % count) for place in range(count)]
 
 
 def _step_seconds(engine: _Engine, draw: random.Random, lengths: Sequence[int]) -> float:
-    """The seconds from one step of a cohort to its next, where each has prompts of these lengths:
-    by what several of them take longer than one. A step of fewer tokens than a cohort has requests
-    is measured by itself."""
+    """The seconds from one step of a cohort to its next, if each has prompts of these lengths: the
+    extra time of a run of several steps over a run of one, per step. A step of fewer tokens than a
+    cohort has requests is measured alone."""
     limits = engine.limits
     cohorts = engine.limits.budget.num_cohorts
     most = max(sum(lengths), limits.budget.cohort_size)
+    # So that a step takes exactly these prompts; a budget has at least a token for each request.
     engine.limits = attrs.evolve(limits, budget=attrs.evolve(limits.budget, max_num_tokens=most))
     try:
         _, *alone = (_serve(engine, draw, [*lengths] * cohorts, 1)[1] for _ in range(3))
@@ -138,14 +142,14 @@ def _step_seconds(engine: _Engine, draw: random.Random, lengths: Sequence[int]) 
     finally:
         engine.limits = limits
     more = several - min(alone)
-    # Noise in all runs of one step
+    # Noise can make the run of one step the slower one.
     if more > 0:
         return more / _REPEATS
     return several / (1 + _REPEATS)
 
 
 def _decode_seconds(engine: _Engine, draw: random.Random, lengths: Sequence[int]) -> float:
-    """The seconds from one token of a cohort's requests to the next, after prompts of these
+    """The seconds from one token to the next of a cohort's requests, after prompts of these
     lengths; 0 if requests have no room for more tokens."""
     room = _most_positions(engine.limits, engine.model.config.max_position_embeddings)
     count = max(0, min(_DECODES, room - 1 - max(lengths)))
@@ -159,8 +163,8 @@ def _decode_seconds(engine: _Engine, draw: random.Random, lengths: Sequence[int]
 def _serve(
     engine: _Engine, draw: random.Random, lengths: Sequence[int], max_tokens: int
 ) -> tuple[float, float]:
-    """When the host has read the first and the last token of prompts of these lengths, in seconds
-    from the launch."""
+    """The seconds from the launch until the host has read the first and the last token of prompts
+    of these lengths."""
     vocabulary = range(engine.model.config.vocab_size)
     for length in lengths:
         engine.add(draw.choices(vocabulary, k=length), _GREEDY, max_tokens=max_tokens)

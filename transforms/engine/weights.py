@@ -1,5 +1,5 @@
-"""`Weights`: the parameters of an engine's stages: which they are, and how they are changed under
-way."""
+"""`Weights`: the parameters of an engine's stages, and how they are updated while the engine
+runs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -33,21 +33,21 @@ _PARAMS: Rule = (
     ),
     "params of a weft.load(...), a state_dict() by transformers' names, or None: changed in place",
 )
-# Parameters as `weft.load` returns them in a model; or tensors by transformers' names, as in a
+# The `params` of a model from `weft.load`; or tensors by transformers' names, as in a
 # `state_dict()`.
 Params = DecoderParams | Mapping[str, Tensor]
 
 
 @attrs.define(eq=False)
 class Weights:
-    """The parameters of an engine, which its steps read and never change.
+    """The parameters of an engine, which its steps only read.
 
     Args:
         model: the model, whose tensors the stages share.
         stages: the layers and the parameters, with slots for adapters, of each stage that runs
             here.
         drafts: the parameters of a draft model, or None.
-        adapters: those in the slots, by name, in the order of the slots, which hold copies of them.
+        adapters: the adapters by name, in the order of their slots, which hold copies of them.
     """
 
     model: Model
@@ -61,9 +61,10 @@ class Weights:
         self.mark_seen()
 
     def mark_seen(self) -> None:
-        """Take the present values of all tensors as known."""
+        """Remember the present change counts of all tensors."""
         beside = [model.params for model in self.model.functions.beside.values()]
         stages = [params for _, params in self.stages]
+        # Inference tensors have no change counter.
         leaves = tree_leaves((stages, self.drafts, beside, [*self.adapters.values()]))
         self._tracked = tuple(x for x in leaves if isinstance(x, Tensor) and not x.is_inference())
         self._change_count = changes_of(self._tracked)
@@ -75,15 +76,15 @@ class Weights:
 
     @property
     def are_changed(self) -> bool:
-        """Whether a tensor was changed in place since `mark_seen`, as far as torch counts it
+        """Whether a tensor was changed in place since `mark_seen`, as far as torch counts changes
         (`changes_of`)."""
         return changes_of(self._tracked) != self._change_count
 
     def pairs(self, call: str, params: Any) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of one of the engine's tensors and the given tensor that replaces it.
+        """Pairs of a tensor of the engine and the new tensor that replaces it.
 
         Raises:
-            RequestError: not parameters, or those of another model.
+            RequestError: `params` are not parameters, or are those of another model.
         """
         check_values(call, {"params": _PARAMS}, {"params": params})
         if isinstance(params, DecoderParams):
@@ -105,7 +106,7 @@ class Weights:
             )
             instead = f"names as {next(iter(here))!r}, of the model's own architecture"
             where = "which the model does not have"
-            for second, first in tied.items():  # on every rank, whatever it holds
+            for second, first in tied.items():  # on every rank, even if it holds neither
                 if {first, second} <= params.keys():
                     _refuse_two_values(
                         call, first, params[first], second, params[second], self.model.dtype
@@ -120,12 +121,13 @@ class Weights:
         )
 
     def digest(self, params: Any, adapters: Mapping[str, Adapter]) -> str:
-        """One line about given parameters and adapters, to be equal on all ranks."""
+        """One line about new parameters and adapters, which must be equal on all ranks."""
         digests = {name: adapter.weights for name, adapter in sorted(adapters.items())}
         return f"{self._digest(params)}, adapters={digests}"
 
     def _digest(self, params: Any) -> str:
-        """A digest of parameters, if they are the whole model's."""
+        """A digest of new parameters, if they are the whole model's: only these are the same on all
+        ranks."""
         if params is None:
             return "what was changed in place"
         (whole,) = split_layers(self.model.config.num_layers, 1)
@@ -140,7 +142,8 @@ class Weights:
         """Check new adapters against the engine's slots.
 
         Raises:
-            RequestError: an adapter that the engine does not have, or that does not fit its slots.
+            RequestError: an adapter has a name that the engine does not have, or does not fit the
+                slots.
         """
         check_values(call, RULES, {"adapters": adapters})
         adapters = adapters or {}
@@ -158,11 +161,12 @@ class Weights:
     def write(
         self, pairs: Iterable[tuple[Tensor, Tensor]], adapters: Mapping[str, Adapter]
     ) -> None:
-        """Write each second tensor of checked pairs over the first, and all adapters into their
-        slots: the checked new ones, and the others as they are now, since they may have been
-        changed in place."""
+        """Copy the second tensor of each checked pair into the first, and write all adapters into
+        their slots: the new ones, and also the others, since they may have been changed in
+        place."""
         self.adapters = {**self.adapters, **adapters}
-        with torch.inference_mode():  # elsewhere, tensors that were made in it cannot be written
+        # Outside it, tensors that were made in inference mode cannot be written.
+        with torch.inference_mode():
             for target, new in pairs:
                 target.copy_(new)
             for layout, params in self.stages:
@@ -180,7 +184,8 @@ def _tensors(params: DecoderParams) -> dict[str, Tensor]:
 def _once_each(
     call: str, pairs: Mapping[str, tuple[Tensor, Tensor]]
 ) -> list[tuple[Tensor, Tensor]]:
-    """The pairs by name, without those that say the same of a tensor that has several names.
+    """The pairs, each tensor once: a tensor with several names, such as a tied head, has several
+    pairs.
 
     Raises:
         RequestError: two names of one tensor have different values.
@@ -188,6 +193,7 @@ def _once_each(
     names: dict[tuple[Any, ...], str] = {}
     for name, (view, new) in pairs.items():
         place = view.device, view.data_ptr(), tuple(view.shape), view.stride()
+        # Empty tensors are left out: they may share an address without being one tensor.
         if view.numel():
             first = names.setdefault(place, name)
         else:
@@ -200,12 +206,12 @@ def _once_each(
 def _refuse_two_values(
     call: str, first: str, value: Tensor, second: str, other: Tensor, dtype: torch.dtype
 ) -> None:
-    """Raise RequestError unless two names of one tensor of this dtype have equal values; NaN is
-    equal to NaN."""
+    """Raise RequestError unless the values for two names of one tensor are equal in its dtype; NaN
+    equals NaN."""
     if value is other or first == second:
         return
     one, two = (x.to(value.device, dtype) for x in (value, other))
-    if dtype.itemsize == 1:  # torch compares no FP8
+    if dtype.itemsize == 1:  # torch has no comparison of FP8 tensors
         one = one.float()
         two = two.float()
     if one.shape == two.shape and bool(
@@ -219,8 +225,8 @@ def _refuse_two_values(
 
 
 def _like(place: PartView) -> Rule:
-    """The rule of a tensor for a place: the checkpoint's shape, and, if one of them is in FP8,
-    whose scales are other tensors, the place's dtype."""
+    """The rule for a tensor that replaces another: the checkpoint's shape; and the same dtype if
+    either is in FP8, whose scales are separate tensors."""
     shape = place.part.stored_shape
     dtype = place.view.dtype
 
@@ -237,7 +243,7 @@ def make_weights(
     adapters: Mapping[str, Adapter],
     speculation: Speculation | None,
 ) -> Weights:
-    """The parameters of the stages that run here, with the adapters in slots, in their order."""
+    """The parameters of the stages that run here, with the adapters in slots in their order."""
     layouts = split.layouts(model)
     params = stage_params(model, layouts, [*adapters.values()])
     if speculation is None or not layouts[0].first:
