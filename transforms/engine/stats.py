@@ -74,7 +74,8 @@ class Counts:
     """The counters behind `Stats`.
 
     Args:
-        classes: the classes that steps run under."""
+        classes: the classes that steps run under.
+    """
 
     classes: Classes
     tokens: int = 0

@@ -1,5 +1,5 @@
-"""`Certificate`: what fixes the bits of a completion, so that anybody can compute it again, and
-see."""
+"""`Certificate`: all that fixes the bits of a completion, so that anybody can recompute and check
+it."""
 
 import json
 import weakref
@@ -23,35 +23,35 @@ from weft.transforms.engine.requests.host_state import Request
 from weft.transforms.pipelines.transports import Transport
 
 FORMAT = "weft certificate 1"
-# Fields of sampling parameters that change no token, or that are those of one completion among
-# several.
+# Fields of the sampling parameters that are left out: they change no token of a completion.
 _UNSAID = "logprobs", "prompt_logprobs", "n"
 
 
 @attrs.frozen(kw_only=True, repr=False)
 class Certificate(Tabled):
-    """A completion, and all that its bits depend on, if the model is batch invariant. It prints as
-    a table, and is kept as JSON: `save` and `load` are for one, `save_all` and `load_all` for the
-    lines of a file, as `weft generate --certificates` writes them.
+    """A completion of a batch-invariant model, and all that its bits depend on. It prints as a
+    table, and is stored as JSON: `save` and `load` are for one certificate, `save_all` and
+    `load_all` for several, one per line of a file, as `weft generate --certificates` writes them.
 
-    It does not prove that functions of one's own in the stages are batch invariant: two completions
-    that are verified together may be equal where each alone is not. `weft.proofs.check(f, given,
-    batch_invariant=True)` looks for that.
+    It does not prove that custom functions in the stages are batch invariant: two completions that
+    are verified together may be equal although each alone would not be. `weft.proofs.check(f,
+    given, batch_invariant=True)` looks for such functions.
 
     Args:
         prompt: the token ids.
         max_tokens: the most tokens to generate.
         sampling: how tokens were chosen, with the completion's own seed.
-        adapter: a digest of the matrices of its LoRA adapter; None: the model alone.
+        adapter: a digest of the LoRA adapter's matrices; None: the model alone.
         token_ids, logprobs, finish_reason: the completion.
         weights: a digest of all weights, byte for byte.
-        program: a digest of the configuration, and of functions of one's own in the stages: of
-            their compiled code, and of the values that they close over and read, tensors among
-            them. It names the types of values that have no digest, such as a lock. Operators that
-            one registers with torch, and extensions in C, are not in it.
-        tokenizer: a digest of the tokenizer, if texts end the completion or are kept out of it
-            (`stop`, `bad_words`); None: no bit depends on it.
-        versions: of weft (with a digest of its source), Python, torch and triton; and the device.
+        program: a digest of the configuration, and of the custom functions in the stages: of their
+            bytecode, and of the values that they close over and read, including tensors. It names
+            the types of values that have no digest, such as a lock. It does not cover operators
+            registered with torch, nor C extensions.
+        tokenizer: a digest of the tokenizer, if the completion depends on it (`stop`, `bad_words`);
+            None: no bit depends on it.
+        versions: the versions of weft (with a digest of its source), Python, torch and triton; and
+            the device.
     """
 
     prompt: tuple[int, ...]
@@ -68,7 +68,7 @@ class Certificate(Tabled):
 
     @property
     def facts(self) -> dict[str, str]:
-        """All but the request on which the bits depend, by name."""
+        """All facts that the bits depend on except the request, by name."""
         facts = {**self.versions, "weights": self.weights, "program": self.program}
         if self.tokenizer is None:
             return facts
@@ -97,7 +97,7 @@ class Certificate(Tabled):
 
     @classmethod
     def load(cls, path: Path | str) -> "Certificate":
-        """Read it from a file that `save` wrote.
+        """Read a certificate from a file that `save` wrote.
 
         Raises:
             ConfigError, RequestError: the file cannot be read, or is not one certificate.
@@ -134,10 +134,10 @@ class Certificate(Tabled):
         """The certificate in a JSON value.
 
         Args:
-            call, source: the call as written, and where the object came from, for errors.
+            call, source: the call as written, and the origin of the value, for errors.
 
         Raises:
-            ConfigError: a field is missing, or is not what it has to be.
+            ConfigError: a field is missing or invalid.
         """
         fields = Fields(raw if isinstance(raw, Mapping) else {}, call, source)
         fields.check(fields.raw.get("format") == FORMAT, "format", f"{_FORM}: format={FORMAT!r}")
@@ -223,7 +223,7 @@ def _are_numbers(value: Any) -> bool:
 
 
 def _is_id(text: str) -> bool:
-    """Whether this is a token id as JSON's keys have it.
+    """True for a token id in the form of a JSON key.
 
     Raises:
         ValueError: it is not.
@@ -260,7 +260,7 @@ def _read_sampling(fields: Fields) -> SamplingParams:
 @attrs.define
 class Provenance:
     """The model and the request that made a completion. It does not keep the model alive, and is
-    not pickled. Any two are equal, so that equal completions are.
+    not pickled. It takes no part in comparisons, so that equal completions compare equal.
 
     Args:
         model: the model that made it.

@@ -1,5 +1,5 @@
-"""`trace_run`, `compare_runs` and `compare_alone`: a model's run in one way, and how far two runs
-differ after every step."""
+"""`trace_run`, `compare_runs` and `compare_alone`: record a model's run, and compare two runs step
+by step."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from time import perf_counter
@@ -22,7 +22,7 @@ from weft.transforms.engine.setup import Runner, make_runner, make_state
 from weft.transforms.graphs.ladder import Limits
 from weft.trees import leaves_with_names
 
-# The parts of a state that are equal on all stages.
+# The fields of a state that are equal on all stages.
 TABLES = (
     ".block_table",
     ".positions",
@@ -33,8 +33,8 @@ TABLES = (
     ".sampling.ints",
 )
 
-# Absolute, in float32, between ways whose matrix products have other shapes. In equal shapes the
-# bits are equal, and those of a batch-invariant model always are.
+# Absolute, in float32, between ways whose matrix products have different shapes. In equal shapes
+# the bits are equal; those of a batch-invariant model always are.
 TOLERANCE = 1e-4
 
 
@@ -63,9 +63,9 @@ class TracedStep:
     Args:
         descriptor: the batch's.
         seconds: from the call until the tokens are on the host.
-        tokens: [2, num_reqs], the row and the token of each request in the batch.
+        tokens: [2, num_reqs], the row and the new token of each request in the batch.
         logits: [num_reqs, vocab_size].
-        kv_pages: of all layers, those of the stages concatenated.
+        kv_pages: the KV pages of all layers, concatenated over the stages.
         tables: [num_stages, num_bytes], the parts of each stage's state that describe the requests
             (`TABLES`).
     """
@@ -87,8 +87,8 @@ class RunTrace(Tabled):
         prompts: the token ids of each prompt.
         steps: the results of each step.
         token_ids: the generated tokens of each prompt.
-        calls: the number of calls that captured, replayed or ran eagerly.
-        batch_invariant: whether the model was.
+        calls: the numbers of calls that captured, replayed, and ran eagerly.
+        batch_invariant: whether the model was batch invariant.
     """
 
     way: Way
@@ -100,7 +100,8 @@ class RunTrace(Tabled):
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Over the decode steps, without the first of each batch class; None if there is none."""
+        """Tokens per second over the decode steps; None if there are none. The first step of each
+        batch class does not count, since it may capture a graph."""
         met = {step.descriptor: step for step in reversed(self.steps)}
         steady = [s for s in self.steps if s.descriptor.is_uniform and met[s.descriptor] is not s]
         if steady:
@@ -109,7 +110,7 @@ class RunTrace(Tabled):
 
     @property
     def row(self) -> dict[str, Any]:
-        """The way, its tokens per second, and its calls, in words."""
+        """The way, its tokens per second, and its calls, as text."""
         rate = self.tokens_per_second
         return {
             "way": self.way.name,
@@ -124,18 +125,18 @@ class RunTrace(Tabled):
 
 @attrs.frozen(repr=False)
 class RunComparison(Tabled):
-    """The differences of two runs, over all steps. It prints as a table of one row.
+    """The differences between two runs, over all steps. It prints as a table of one row.
 
     Args:
-        way, against: those of the two runs.
-        steps: compared steps, up to the first one whose tokens differ.
+        way, against: the ways of the two runs.
+        steps: the number of compared steps, up to and including the first one whose tokens differ.
         tokens: whether all tokens are identical.
         tables: whether the request tables of all stages are bitwise equal; None: they were not
             compared.
         sizes: the largest absolute difference of the logits, and of the KV pages if they were
             compared.
         bitwise: whether these are bitwise equal.
-        allowed: the difference that they may have.
+        allowed: the largest difference that is allowed.
     """
 
     way: Way
@@ -149,8 +150,8 @@ class RunComparison(Tabled):
 
     @property
     def row(self) -> dict[str, str]:
-        """The ways, what is equal, the largest differences and those allowed, and the verdict, in
-        words."""
+        """The ways, what is equal, the largest and the allowed differences, and the verdict, as
+        text."""
         words = {True: "equal", False: "DIFFER", None: ""}
         return {
             "way": self.way.name,
@@ -167,13 +168,13 @@ class RunComparison(Tabled):
         return Table.of([self.row])
 
     def faults(self) -> Iterator[str]:
-        """The differences that are not allowed, in words."""
+        """The differences that are not allowed, as text."""
         if not self.tokens:
             yield f"the tokens differ in step {self.steps}, the last that was compared"
         if self.tables is False:
             yield "a stage's request table differs"
         for name, size in self.sizes.items():
-            if not size <= self.allowed:  # nor is a NaN allowed
+            if not size <= self.allowed:  # not `>`: NaN is not allowed either
                 yield f"the {name} differ by {error_size(size)}, allowed {error_size(self.allowed)}"
         if not (self.allowed or self.bitwise or any(self.sizes.values())):
             yield "zeros differ in sign"
@@ -182,7 +183,7 @@ class RunComparison(Tabled):
 def trace_run(
     model: Model, way: Way, prompts: Sequence[Sequence[int]], max_tokens: int
 ) -> RunTrace:
-    """Generate greedily in one way, and keep the results of every step.
+    """Generate greedily in one way, and record the results of every step.
 
     Args:
         model: from `weft.load`.
@@ -241,13 +242,13 @@ def _keep(batch: Batch, out: Output, state: Sequence[State], seconds: float) -> 
         torch.stack([torch.cat(parts) for parts in tables]),
     )
     if out.logits.is_cuda:
-        # The next step's time is to be without the copies
+        # Wait, so that the copies do not count in the next step's time.
         torch.cuda.synchronize(out.logits.device)
     return kept
 
 
 def _calls(runner: Runner, steps: Sequence[TracedStep]) -> dict[str, int]:
-    """Captures, replays and eager calls: of the whole step, or of each stage on each micro-batch."""
+    """Captures, replays and eager calls, of the whole step or of each stage on each micro-batch."""
     infos = [graph.cache_info() for graph in runner.graphs]
     stages = len(runner.layouts)
     if infos:
@@ -262,15 +263,16 @@ def _calls(runner: Runner, steps: Sequence[TracedStep]) -> dict[str, int]:
 
 
 def compare_runs(trace: RunTrace, reference: RunTrace) -> RunComparison:
-    """Compare two runs up to the first step whose tokens differ: later steps have different inputs.
+    """Compare two runs up to the first step whose tokens differ, since later steps have different
+    inputs.
 
     Args:
-        trace, reference: runs of one model, from the same prompts. Their bits have to be equal if
-            both compute in the same shapes, which the number of stages decides, or if the model is
-            batch invariant.
+        trace, reference: runs of one model from the same prompts. Their bits have to be equal if
+            both compute in the same shapes (that is, with the same number of stages), or if the
+            model is batch invariant.
 
     Raises:
-        RequestError: runs of different prompts.
+        RequestError: the prompts differ.
     """
     if trace.prompts != reference.prompts:
         description = f"{trace.prompts!r:.80} and {reference.prompts!r:.80}"
@@ -304,16 +306,15 @@ def compare_runs(trace: RunTrace, reference: RunTrace) -> RunComparison:
 
 
 def compare_alone(trace: RunTrace, alone: Sequence[RunTrace]) -> RunComparison:
-    """Compare a run of several prompts with runs of each of them alone: their tokens, and their
-    logits up to the first token that differs. If the model is batch invariant, the bits have to be
-    equal.
+    """Compare a run of several prompts with runs of each prompt alone: the tokens, and the logits
+    up to the first token that differs. If the model is batch invariant, the bits have to be equal.
 
     Args:
         trace: a run.
         alone: a run of each of its prompts, in the same order.
 
     Raises:
-        RequestError: runs of other prompts.
+        RequestError: the prompts differ.
     """
     if [single.prompts for single in alone] != [[prompt] for prompt in trace.prompts]:
         problem = f"prompts {trace.prompts!r:.80} and {[single.prompts for single in alone]!r:.80}"
@@ -344,7 +345,7 @@ def _are_invariant(*traces: RunTrace) -> bool:
 
 
 def _differences(values: Mapping[str, Sequence[tuple[Tensor, Tensor]]]) -> dict[str, Any]:
-    """The largest difference of each kind of values, and whether all are bitwise equal."""
+    """The largest difference of each kind of values, and whether all values are bitwise equal."""
     return {
         "sizes": {
             name: float(torch.stack([(a - b).abs().max() for a, b in pairs]).max())

@@ -1,5 +1,5 @@
-"""Digests of a model's weights and program, and the versions that run it: all but a request on
-which bits depend."""
+"""Digests of a model's weights and program, and the versions that run it: all that bits depend on
+except the request."""
 
 import hashlib
 import platform
@@ -35,9 +35,9 @@ _BYTES = 2**26
 
 
 def facts_of(model: Model, transport: Transport) -> tuple[str, str, dict[str, str]]:
-    """The digests of a model's weights and of its program, and the versions, with the leaves that
-    sums are cut into, or the number of ranks that share its layers, where bits depend on it. With
-    parts in other processes, every rank makes the call."""
+    """The digests of a model's weights and of its program, and the versions. These include the
+    number of leaves that sums are cut into, or else the number of ranks that share each layer, if
+    bits depend on it. With parts of the model in other processes, every rank makes the call."""
     facts = versions(model.device)
     ranks = model.shard[1]
     leaves = model.functions.reduction_leaves
@@ -49,9 +49,9 @@ def facts_of(model: Model, transport: Transport) -> tuple[str, str, dict[str, st
 
 
 def seen_of(model: Model) -> tuple[str, str]:
-    """A mark that shows later changes of a model's weights, and of its functions: the in-place
-    changes that torch has counted, and four values of each tensor; for a batch-invariant model,
-    since others have no certificates."""
+    """A fingerprint that reveals later changes of a model's weights and functions: torch's counts
+    of in-place changes, and four values of each tensor. It is empty unless the model is batch
+    invariant, since other models have no certificates."""
     if not model.functions.batch_invariant:
         return "", ""
     return _glance(dict(_tensors(model))), digest_program(model, lambda x: _glance({"": x}))
@@ -65,13 +65,15 @@ def _glance(tensors: dict[str, Tensor]) -> str:
 
 
 def digest_weights(model: Model, transport: Transport) -> str:
-    """A digest of the bytes of all weights of a model, and of those beside it. It is of the whole
-    model, however ranks share it, and every rank makes the call."""
+    """A digest of the bytes of all weights of a model, and of the models beside it. It covers the
+    whole model, however ranks share it, and every rank makes the call."""
     digests = dict[str, str]()
     pending = deque[tuple[str, Future[str]]]()
-    with ThreadPoolExecutor() as pool:  # hashing lets other threads run
+    with ThreadPoolExecutor() as pool:  # hashing releases the GIL
         for name, x in _whole_tensors(model, transport):
             pending.append((name, pool.submit(_digest_tensor, x)))
+            # A bound on the tensors that wait for their digests, whole ones put together among
+            # them.
             if len(pending) > _AT_ONCE:
                 digests |= _ended(pending)
         while pending:
@@ -88,8 +90,8 @@ def _ended(pending: deque[tuple[str, Future[str]]]) -> dict[str, str]:
 
 
 def _whole_tensors(model: Model, transport: Transport) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a stage, put together from those of the ranks that share it, one after
-    another."""
+    """The whole tensors of a stage, one by one, joined from the parts on the ranks that share
+    it."""
     index, count = model.shard
     if not isinstance(transport, Distributed) or count == 1:
         yield from _tensors(model)
@@ -118,8 +120,8 @@ def digest(tree: Any) -> str:
 
 
 def _tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """The weights that run, with names that do not depend on the split, those of models beside it,
-    and the defaults of what functions of one's own read."""
+    """The weights of a model under names that do not depend on the split, the weights of the models
+    beside it, and the default values that custom functions read."""
     params = model.params
     for name, x in (
         ("embed_tokens", params.embed_tokens),
@@ -159,8 +161,8 @@ def _short(lines: Iterable[str]) -> str:
 
 
 def digest_program(model: Model, of_tensor: Callable[[Tensor], str] = _digest_tensor) -> str:
-    """A digest of the program of a model: of its configuration, and of functions of one's own in
-    its stages, with the values that they read. It names the types of values that have no digest."""
+    """A digest of a model's program: of its configuration, and of the custom functions in its
+    stages with the values that they read. It names the types of values that have no digest."""
     facts = {name: value for name, value in model.facts.items() if name != "weights"}
     functions, undigested = digest_functions(model, of_tensor)
     digest = _short([*(f"{name}: {value}\n" for name, value in facts.items()), functions])
@@ -170,8 +172,8 @@ def digest_program(model: Model, of_tensor: Callable[[Tensor], str] = _digest_te
 
 
 def digest_tokenizer(model: Model, sampling: SamplingParams) -> str | None:
-    """A digest of the tokenizer of a model, if a completion depends on it: `stop` compares texts,
-    and `bad_words` bars the tokens of some. Otherwise all is token ids."""
+    """A digest of a model's tokenizer, if a completion depends on it: `stop` compares texts, and
+    `bad_words` bars the tokens of words. None otherwise, when only token ids matter."""
     if model.tokenizer is None or not (sampling.stop or sampling.bad_words):
         return None
     return _short([model.tokenizer.to_str()])
@@ -193,7 +195,8 @@ def versions(device: torch.device) -> dict[str, str]:
 
 @cache
 def _digest_sources() -> str:
-    """A digest of the files of weft that compute, kernels and tables of tiles among them."""
+    """A digest of weft's files that take part in computing, including kernels and tables of
+    tiles."""
     root = Path(__file__).parents[3]
     paths = [
         path

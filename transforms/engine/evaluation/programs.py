@@ -1,9 +1,9 @@
-"""`digest_functions`: a digest of the functions of one's own in a model, and of all values that
-they read.
+"""`digest_functions`: a digest of the custom functions in a model, and of all values that they
+read.
 
-Ranks compare the text of their sources (`weft.transforms.pipelines.transports.agreement`), and
-leave out what may differ from rank to rank. A certificate has to tell apart two programs of the
-same text: it has the values, and what each function is compiled to.
+Ranks compare the source text of such functions (`weft.transforms.pipelines.transports.agreement`),
+and leave out what may differ from rank to rank. A certificate has to distinguish two programs of
+the same text, so its digest covers the values, and the bytecode of each function.
 """
 
 import copyreg
@@ -54,7 +54,7 @@ _PLAIN = (
     torch.dtype,
     torch.Size,
 )
-# The packages whose versions are in every certificate.
+# The packages whose versions are in every certificate; the standard library's is Python's.
 _COVERED = {*sys.stdlib_module_names, "torch", "weft"}
 _METHODS = (FunctionType, staticmethod, classmethod, property, functools.cached_property)
 _LOADS = "LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"
@@ -64,16 +64,16 @@ TensorDigest = Callable[[Tensor], str]
 
 
 def digest_functions(model: Model, of_tensor: TensorDigest) -> tuple[str, list[str]]:
-    """A digest of the functions of one's own in a model's stages. It depends neither on the process
-    nor on the split.
+    """A digest of the custom functions in a model's stages. It depends neither on the process nor
+    on the split.
 
-    Functions count as compiled code, with their defaults, what they close over, and the variables
-    of their module that they read; objects by their class and state; tensors by `of_tensor`. A
-    function of an installed package counts as its name and the package's version. Devices do not
-    count, and the parameters of the model itself are in its weights.
+    A function counts as its bytecode, its defaults, what it closes over, and the variables of its
+    module that it reads; an object as its class and state; a tensor as `of_tensor`. A function of
+    an installed package counts as its name and the package's version. Devices do not count. The
+    model's parameters do not count either: they are in the digest of the weights.
 
     Returns:
-        The digest, and the types of values that have none, such as a lock.
+        The digest, and the types of values that have no digest, such as a lock.
     """
     functions = model.functions
     named_params = {"the model's parameters": model.params}
@@ -94,12 +94,13 @@ def digest_functions(model: Model, of_tensor: TensorDigest) -> tuple[str, list[s
     return digest, sorted(digests.undigested)
 
 
-# Fields whose values are among the weights; and the one that every certified model has.
+# Fields whose values are in the digest of the weights; and the one that is equal for every
+# certified model.
 _ELSEWHERE = "extras", "carries", "token_extras", "batch_invariant"
 
 
 class _Digests:
-    """Digests of values, each of which is read once.
+    """Digests of values, memoized so that each value is read once.
 
     Args:
         named_params: values that count as their names.
@@ -109,7 +110,7 @@ class _Digests:
     def __init__(self, named_params: Mapping[str, Any], of_tensor: TensorDigest) -> None:
         self.undigested = set[str]()
         self._of_tensor = of_tensor
-        # With the value, so that its id is one
+        # The value is kept beside its digest, so that no other object gets its id.
         self._digests = {id(value): (value, name) for name, value in named_params.items()}
         self._open: dict[int, int] = {}
 
@@ -119,6 +120,7 @@ class _Digests:
             return _hash(type(value).__name__, repr(value))
         if id(value) in self._digests:
             return self._digests[id(value)][1]
+        # A cycle: count levels, since ids differ from process to process.
         if id(value) in self._open:
             return f"the value {len(self._open) - self._open[id(value)]} levels above"
         self._open[id(value)] = len(self._open)
@@ -126,7 +128,7 @@ class _Digests:
             digest = _hash(*self._texts(value))
         except RecursionError:
             raise
-        except Exception:  # whatever its class raises where it is asked for its state
+        except Exception:  # its class may raise anything when it is asked for its state
             digest = f"{type(value).__module__}.{type(value).__qualname__}"
             self.undigested.add(digest)
         del self._open[id(value)]
@@ -143,7 +145,7 @@ class _Digests:
         elif isinstance(value, torch.device):
             return
         elif isinstance(value, ModuleType):
-            yield (  # what functions read of it counts with them
+            yield (  # the attributes that functions read count with those functions
                 f"{value.__name__} {_version(value.__name__) or ''}"
             )
         elif isinstance(value, frozenset | set) and type(value) in (frozenset, set):
@@ -152,7 +154,7 @@ class _Digests:
             yield from map(self.of, self._parts(value))
 
     def _parts(self, value: Any) -> Iterable[Any]:
-        """The values that a value is made of."""
+        """The parts of a value."""
         if type(value) in (tuple, list):
             return [*value]
         if type(value) in (dict, MappingProxyType):
@@ -175,8 +177,8 @@ def _hash(*texts: str) -> str:
 
 @functools.cache
 def _version(module: str | None) -> str | None:
-    """The version of the installed package that a module is part of; empty for those in every
-    certificate; None: the module is the user's."""
+    """The version of the installed package that a module belongs to; empty for packages that are in
+    every certificate; None for the user's modules."""
     top = (module or "").partition(".")[0]
     if module is not None and module.startswith("weft.proofs."):
         return None
@@ -195,7 +197,7 @@ def _named(value: Any) -> str:
 
 
 def _of_code(code: CodeType) -> Iterator[Any]:
-    """The instructions of code and their constants, without its file, its lines and its name."""
+    """The instructions and constants of code, without its file, line numbers and name."""
     yield from (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
     yield from (
         code.co_code,
@@ -228,8 +230,8 @@ def _of_function(function: FunctionType) -> Iterator[Any]:
 
 
 def _read_by(function: FunctionType) -> Iterator[Any]:
-    """The names and values of the variables that a function reads of its module; and what it reads
-    of other modules."""
+    """The names and values of the variables that a function reads from its module, and of the
+    attributes that it reads from other modules."""
     codes = [*_codes(function.__code__)]
     names = function.__globals__
     attributes = sorted({name for code in codes for name in code.co_names})
@@ -265,7 +267,8 @@ def _is_module(cell: Any) -> bool:
 
 
 def _imported(name: str, package: str) -> list[ModuleType]:
-    """The modules of an import statement inside of a function, once they are imported."""
+    """The modules that an import statement inside a function names, if they are imported
+    already."""
     if name.startswith("."):
         path = importlib.util.resolve_name(name, package)
     else:
@@ -276,7 +279,7 @@ def _imported(name: str, package: str) -> list[ModuleType]:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Code, and that of the functions inside of it."""
+    """Code, and the code of the functions inside it."""
     yield code
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
@@ -284,7 +287,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _of_class(kind: type) -> Iterator[Any]:
-    """The name of an installed class; the methods, the values and the bases of the user's."""
+    """The name of an installed class; or the bases, methods and values of a user's class."""
     if _version(kind.__module__) is not None:
         yield _named(kind)
         return
@@ -295,11 +298,10 @@ def _of_class(kind: type) -> Iterator[Any]:
 
 
 def _of_object(value: Any) -> Iterator[Any]:
-    """The parts of an object: what copies it."""
+    """The parts of an object that would recreate it."""
     kind: Any = type(value)
-    if isinstance(
-        value, Graphified | functools._lru_cache_wrapper
-    ):  # what else they hold is no source
+    # Their caches are not part of the program.
+    if isinstance(value, Graphified | functools._lru_cache_wrapper):
         yield value.__wrapped__
     elif isinstance(value, MethodType):
         yield from (value.__func__, value.__self__)
@@ -347,7 +349,7 @@ _DESCRIPTORS = (
 
 
 def _reduced(value: Any) -> Iterator[Any]:
-    """The parts that pickle would keep of an object.
+    """The parts of an object that pickle would save.
 
     Raises:
         TypeError: it cannot be pickled.

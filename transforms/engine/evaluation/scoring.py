@@ -1,4 +1,4 @@
-"""`score`: the perplexity of texts, and the share of right answers, of the model that an engine
+"""`score`: the perplexity and the accuracy, on texts and questions, of the model that an engine
 runs."""
 
 import math
@@ -22,8 +22,8 @@ _FORMS = (
     'one JSON object per line, of texts that are not empty: {"text": "..."}, or {"prompt": "...",'
     ' "answer": "..."}'
 )
-# Bits per token by which modes may differ: batches are padded to other shapes, whose products round
-# differently.
+# The most bits per token by which modes may differ: they pad batches to different shapes, whose
+# matrix products round differently.
 _ROUNDING = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
 
 _TASK_RULES: dict[str, Rule] = {
@@ -41,11 +41,12 @@ class Task:
 
     Args:
         text: the text, or the prompt.
-        answer: None for a text; else the completion of as many tokens is right if it is the answer.
+        answer: None for a text. Otherwise the right answer: the model's completion of as many
+            tokens has to equal it.
         name: its name in errors.
 
     Raises:
-        RequestError: a text or an answer that is not a string, or is empty.
+        RequestError: the text or the answer is empty, or is not a string.
     """
 
     text: str
@@ -56,7 +57,7 @@ class Task:
         check_values("Task(...)", _TASK_RULES, {"text": self.text, "answer": self.answer})
 
 
-# The column of each figure, and its format.
+# The column title of each figure, and its format.
 _COLUMNS = {
     "bits_per_byte": ("bits/byte", ".5f"),
     "bits_per_token": ("bits/tok", ".5f"),
@@ -71,12 +72,12 @@ class Score(Tabled):
     """The score of a model on tasks. It prints as a table of its figures.
 
     Args:
-        num_bytes: bytes of the scored texts, without each text's first token, which nothing
-            predicts.
-        logprobs: of the scored tokens, one list per text.
+        num_bytes: bytes of the scored texts, without each text's first token, which has no
+            prediction.
+        logprobs: the logprobs of the scored tokens, one list per text.
         answers: the completion of each question, and whether it is right.
-        replayed: the share of the steps that ran as graphs.
-        dtype: of the weights.
+        replayed: the share of steps that ran as graphs.
+        dtype: the dtype of the weights.
     """
 
     num_bytes: int
@@ -92,21 +93,21 @@ class Score(Tabled):
 
     @property
     def bits(self) -> float:
-        """The bits of all scored tokens."""
+        """The information content of all scored tokens, in bits."""
         return -math.fsum(
             logprob for text_logprobs in self.logprobs for logprob in text_logprobs
         ) / math.log(2)
 
     @property
     def bits_per_token(self) -> float | None:
-        """None if no token is scored."""
+        """The mean bits of a scored token; None if no token is scored."""
         if self.num_tokens:
             return self.bits / self.num_tokens
         return None
 
     @property
     def figures(self) -> dict[str, float | None]:
-        """The figures; those of texts, or of questions, are None if there is none."""
+        """The figures by name; a figure of texts, or of questions, is None if there are none."""
         bits = self.bits_per_token
         right = [is_right for _, is_right in self.answers]
         return {
@@ -131,7 +132,8 @@ class Score(Tabled):
         return Table.of([self.row])
 
     def difference(self, other: "Score") -> float:
-        """The largest difference of a token's logprob, in nats; infinite if one is NaN, or missing."""
+        """The largest difference between two logprobs of a token, in nats; infinite if one is NaN
+        or missing."""
         pairs = zip(self.logprobs, other.logprobs, strict=True)
         differences = (
             abs(a - b)
@@ -141,7 +143,7 @@ class Score(Tabled):
         return max((math.inf if math.isnan(one) else one for one in differences), default=0.0)
 
     def agrees(self, other: "Score") -> bool:
-        """Whether all answers are equal, and the bits per token up to rounding."""
+        """Whether all answers are equal, and the bits per token are equal up to rounding."""
         mine = self.bits_per_token
         theirs = other.bits_per_token
         if self.answers != other.answers or mine is None or theirs is None:
@@ -150,18 +152,18 @@ class Score(Tabled):
 
 
 def score(engine: Engine, tasks: Sequence[Task]) -> Score:
-    """Score tasks greedily. Long texts go in windows, each of which begins with the last token of
-    the one before.
+    """Score tasks greedily. Long texts are cut into windows, each of which begins with the last
+    token of the previous one.
 
     Args:
-        engine: of a model with a tokenizer, without requests. Engines score the same to the last
-            bit in all graph modes and splits only if they run the same batches: with
+        engine: an idle engine of a model with a tokenizer. Scores in all graph modes and splits are
+            equal to the last bit only if the engines run the same batches, as with
             `EngineLimits(num_cohorts=1)`.
         tasks: texts and questions, from `read_tasks` or your own.
 
     Raises:
-        RequestError: a question that is longer, with its answer, than the engine's limit; a model
-            without a tokenizer.
+        RequestError: a question with its answer is longer than the engine's limit; or the model has
+            no tokenizer.
 
     >>> from weft.stages import DEMO, load
     >>> engine = Engine(load(DEMO, "cpu"), graph="none")
@@ -207,11 +209,11 @@ def score(engine: Engine, tasks: Sequence[Task]) -> Score:
 
 
 def read_tasks(file: str | Path) -> list[Task]:
-    """The tasks of a file: one JSON object per line, `{"text": ...}` or `{"prompt": ..., "answer":
-    ...}`. Empty lines are skipped.
+    """Read tasks from a file: one JSON object per line, `{"text": ...}` or `{"prompt": ...,
+    "answer": ...}`. Empty lines are skipped.
 
     Raises:
-        RequestError: the file cannot be read, a line is not a task, or there is none.
+        RequestError: the file cannot be read, a line is not a task, or the file has no task.
     """
     call = f"read_tasks({str(file)!r})"
     return [
@@ -237,9 +239,9 @@ def _task(call: str, name: str, record: Any) -> Task:
 
 
 def windows(ids: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Parts of fewer than `most` tokens, to leave room for the token that is generated. Each part
-    begins with the last token of the one before, so that every token but the first is predicted
-    once.
+    """Cut a text into parts of fewer than `most` tokens, to leave room for the token that is
+    generated. Each part begins with the last token of the previous one, so that every token except
+    the first is predicted exactly once.
 
     >>> list(windows([1, 2, 3, 4, 5, 6], 4))
     [[1, 2, 3], [3, 4, 5], [5, 6]]

@@ -23,14 +23,14 @@ _WARM_UP_TOKENS = 8
 
 @attrs.frozen(kw_only=True)
 class Workload:
-    """Requests that all arrive at once. Prompts are random token ids, which share no pages except
-    by chance.
+    """Requests that all arrive at once. Prompts are random token ids, so that they share no pages
+    except by chance.
 
     Args:
-        num_requests: their number.
+        num_requests: the number of requests.
         input_len, output_len: tokens of each prompt, and of each completion.
         temperature: 0 is greedy.
-        seed: of the prompts.
+        seed: the seed of the prompts.
     """
 
     num_requests: int
@@ -42,15 +42,17 @@ class Workload:
 
 @attrs.frozen
 class RankFigures:
-    """The start of one process, in seconds, and its memory.
+    """The start-up times of one process, in seconds, and its memory.
 
     Args:
         load_seconds: until the weights are on the device.
         engine_seconds: the state with its KV cache, and the stages.
-        capture_seconds: all graphs.
-        warm_up_seconds: a few tokens of as many requests as run at once.
-        first_token_seconds: from the start of the load until the first of these tokens was read.
-        num_graphs, graph_bytes: captured graphs, and their memory, the driver's included.
+        capture_seconds: the capture of all graphs.
+        warm_up_seconds: a few tokens for as many requests as run at once.
+        first_token_seconds: from the start of the load until the host read the first of these
+            tokens.
+        num_graphs, graph_bytes: the number of captured graphs, and their memory, including the
+            driver's.
         peak_bytes: the most GPU memory that torch held; None on a CPU.
     """
 
@@ -67,12 +69,12 @@ class RankFigures:
 
 @attrs.frozen
 class Served:
-    """One serving of requests.
+    """The result of serving a workload once.
 
     Args:
-        read: for each request, when the host read each of its tokens, in seconds after all requests
-            arrived.
-        before, after: the engine's counts.
+        read: for each request, the seconds from the arrival of all requests until the host read
+            each of its tokens.
+        before, after: the engine's statistics.
     """
 
     read: list[list[float]]
@@ -81,7 +83,7 @@ class Served:
 
 
 def start(load: Callable[[], Model], make: Callable[[Model], Engine]) -> tuple[Engine, RankFigures]:
-    """Load a model, make its engine and capture all graphs, and time each part."""
+    """Load a model, make its engine, capture all graphs, and time each part."""
     times = [time.perf_counter()]
     model = load()
     times.append(_now(model.device))
@@ -101,17 +103,17 @@ def measure(
     repeats: int = 1,
     progress: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """The figures of serving all requests, `repeats` times, after a few tokens of as many requests
-    as run at once.
+    """Serve all requests `repeats` times, after a warm-up of a few tokens for as many requests as
+    run at once; yields the figures.
 
     Args:
         engine, started: from `start`.
         workload: the requests.
-        repeats: of the whole workload; each has prompts of its own.
+        repeats: how often to serve the whole workload, each time with new prompts.
         progress: show a progress bar.
 
     Returns:
-        The figures of each repeat, as `figures` makes them.
+        The figures of each repeat, from `figures`.
 
     >>> from weft.stages import DEMO, load
     >>> from weft.transforms.engine import EngineLimits
@@ -139,9 +141,11 @@ def measure(
     for _ in range(repeats):
         workload_prompts = prompts(workload.num_requests)
         gc.collect()
-        frozen = gc.get_freeze_count() > 0  # by the caller, whose objects stay so
+        frozen = gc.get_freeze_count() > 0  # the caller froze objects, which then stay frozen
         if not frozen:
-            gc.freeze()  # a collection that walks torch, triton and the model takes 0.1 s, in the middle of a step
+            # A full collection that walks torch, triton and the model would take 0.1 s in the
+            # middle of a step.
+            gc.freeze()
         try:
             served = serve(
                 engine, workload_prompts, workload.temperature, workload.output_len, progress
@@ -172,7 +176,7 @@ def serve(
     max_tokens: int,
     progress: bool = False,
 ) -> Served:
-    """Complete prompts that all arrive at once, and note when the host read each token. No
+    """Complete prompts that all arrive at once, and record when the host reads each token. No
     completion ends early."""
     sampling = SamplingParams(temperature=temperature, ignore_eos=True)
     before = engine.stats()
@@ -192,21 +196,20 @@ def serve(
 
 
 def _now(device: torch.device) -> float:
-    """The time, after the device has finished its work."""
+    """The time once the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def figures(served: Served, input_len: int, ranks: Sequence[RankFigures]) -> dict[str, Any]:
-    """The figures of requests whose prompts have `input_len` tokens each, as the JSON report has
-    them.
+    """The figures of the JSON report, for requests whose prompts have `input_len` tokens each.
 
-    Seconds run from the arrival of all requests until the last token was read. In milliseconds are
-    `ttft`, from arrival to a request's first token; `tpot`, the mean gap between a request's
-    tokens; and `itl`, each of these gaps. The last two are None if requests have one token. The
-    shares are those of the steps in each mode, and of padding in all computed tokens. `captures`
-    counts the graphs that the start did not capture.
+    `seconds` run from the arrival of all requests until the last token was read. In milliseconds
+    are `ttft`, the time from arrival to a request's first token; `tpot`, the mean gap between a
+    request's tokens; and `itl`, the individual gaps. The last two are None if requests have one
+    token. `graphs` has the share of the steps in each mode, and the share of padding in all
+    computed tokens. `captures` counts graphs that the warm-up had not captured.
     """
     read = served.read
     before = served.before
@@ -243,7 +246,7 @@ def figures(served: Served, input_len: int, ranks: Sequence[RankFigures]) -> dic
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float] | None:
-    """The mean and two percentiles, in milliseconds; None for no values.
+    """The mean and two percentiles, in milliseconds; None if there are no values.
 
     >>> spread([0.001, 0.002, 0.003])
     {'mean': 2.0, 'p50': 2.0, 'p99': 2.98}

@@ -1,4 +1,4 @@
-"""`verify`: compute certified completions again, and compare them bit for bit."""
+"""`verify`: recompute certified completions, and compare them bit for bit."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,13 +22,14 @@ from weft.transforms.pipelines.transports.local import Local
 
 @attrs.frozen(repr=False)
 class Verification(Tabled):
-    """A completion that was computed again, beside its certificate.
+    """A recomputed completion, beside its certificate.
 
     Args:
-        certificate: what was certified.
-        token_ids, logprobs, finish_reason: what was computed here: up to the first token that
-            differs, where the reason is `abort`, and at most one token more than were certified.
-        here: the facts here, by the names of `Certificate.facts`.
+        certificate: the certificate of the original completion.
+        token_ids, logprobs, finish_reason: the recomputed completion. It stops at the first token
+            that differs, with the reason `abort`, and has at most one token more than were
+            certified.
+        here: the facts of this process, by the names of `Certificate.facts`.
     """
 
     certificate: Certificate
@@ -39,8 +40,8 @@ class Verification(Tabled):
 
     @property
     def first_difference(self) -> int | None:
-        """The index of the first token that is not equal, or whose logprob is not, bit for bit;
-        None: all are."""
+        """The index of the first token that differs, or whose logprob differs in any bit; None:
+        none does."""
         computed, certified = (
             [*zip(one.token_ids, map(float.hex, one.logprobs), strict=True)]
             for one in (self, self.certificate)
@@ -54,7 +55,7 @@ class Verification(Tabled):
 
     @property
     def equal(self) -> bool:
-        """Whether the completion is equal, bit for bit, and so are the weights."""
+        """Whether the completion and the weights are equal, bit for bit."""
         same = (
             self.first_difference is None and self.finish_reason == self.certificate.finish_reason
         )
@@ -62,7 +63,7 @@ class Verification(Tabled):
 
     @property
     def other_facts(self) -> dict[str, tuple[str, str]]:
-        """The facts that differ: here, and in the certificate."""
+        """The facts that differ, each as a pair of the value here and the certified one."""
         certified = self.certificate.facts
         names = sorted({*certified, *self.here})
         pairs = {name: (self.here.get(name, "none"), certified.get(name, "none")) for name in names}
@@ -70,7 +71,7 @@ class Verification(Tabled):
 
     @property
     def result(self) -> str:
-        """`equal`, `equal, with other weights`, or the first token that is not, in words."""
+        """`equal`, `equal, with other weights`, or a description of the first difference."""
         place = self.first_difference
         certificate = self.certificate
         if place is None and self.finish_reason != certificate.finish_reason:
@@ -135,23 +136,23 @@ def verify(
     speculation: Speculation | None = None,
     limits: EngineLimits | None = None,
 ) -> list[Verification]:
-    """Compute certified completions again, all in one batch, in any split and mode, and compare
-    them bit for bit. Each ends after its first difference, or one token after those that were
-    certified.
+    """Recompute certified completions, all in one batch, in any split and mode, and compare them
+    bit for bit. Each one ends after its first difference, or one token after the certified ones.
 
     Args:
-        certificates: of one completion or several, by models of the same weights.
-        model: from `weft.load`; it is made batch invariant. With the `reduction_leaves` that the
-            certified model had, `tensor` may be another one.
+        certificates: of one or several completions, by models of the same weights.
+        model: from `weft.load`; it is made batch invariant. `tensor` may differ from the certified
+            run's if the model has the same `reduction_leaves`.
         pipeline, tensor, graph, transport, speculation, limits: as `Engine` takes them. Every rank
             makes the same call.
         adapters: the LoRA adapters that the certificates name by their digests.
 
     Returns:
-        A verification for each, in order.
+        A verification for each certificate, in order.
 
     Raises:
-        RequestError: a certificate that this model cannot run, or of an adapter that was not given.
+        RequestError: this model cannot run a certificate's request, or the adapter of a certificate
+            is missing.
 
     >>> import weft
     >>> model = weft.load("demo", "cpu", batch_invariant=True)
@@ -209,14 +210,13 @@ def verify(
 
 
 def _most_tokens(one: Certificate) -> int:
-    """The tokens to generate to compare a completion: one more than were certified tells that it
-    did not end there."""
+    """The tokens to generate for a comparison: one more than were certified, to see whether the
+    completion ends there."""
     return min(one.max_tokens, len(one.token_ids) + 1)
 
 
 def _run(engine: Engine, certificates: Sequence[Certificate]) -> list[Verification]:
-    """The completions of the requests 0, 1, ... of an engine, each ended after its first
-    difference."""
+    """Run an engine's requests 0, 1, ..., and end each after its first difference."""
     verifications: dict[int, Verification] = {}
     for output in engine:
         index = int(output.id)
@@ -233,7 +233,7 @@ def _run(engine: Engine, certificates: Sequence[Certificate]) -> list[Verificati
 
 
 def _differs(one: Certificate, output: RequestOutput) -> bool:
-    """Whether one of the new tokens is not as it was certified."""
+    """Whether one of the new tokens differs from the certified ones."""
     state = output.track
     new = slice(len(state.token_ids) - len(output.token_ids), len(state.token_ids))
     here, certified = (
