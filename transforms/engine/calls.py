@@ -64,6 +64,7 @@ class Calls:
         Raises:
             EngineError: it may not be nested, or another thread's call is under way.
         """
+        # Try again after a stale owner is removed, since another thread may be faster.
         while (owner := self._owner.setdefault(_UNDER_WAY, entered)) is not entered:
             is_same_thread = owner.thread is entered.thread
             if owner.is_under_way():

@@ -161,6 +161,7 @@ class CompletionState:
                 self.ranks.append(result.ranks[row][index])
         if self.times.first_token is None:
             self.times.first_token = time.monotonic()
+        # Without a tokenizer, only the token that ends it matters: `stop_reason`.
         return (is_stop or self.tokenizer is not None) and self.append_text(token, is_stop=is_stop)
 
     def append_text(self, token: int, *, is_stop: bool = False) -> bool:

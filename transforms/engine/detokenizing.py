@@ -219,6 +219,7 @@ class _ByteRuns(_Step):
 
     def fork(self) -> Self:
         other = copy.copy(self)
+        # `copy.copy` would share the bytes, which `feed` changes.
         other._run = self._run[:]
         return other
 
@@ -511,6 +512,7 @@ class Detokenizer:
             return ""
         text = _fed(self._steps, chunk)
         if text and self._left_of_prompt:
+            # The prompt's end, which was not certain yet, comes with this text: drop what is equal.
             count = _num_common(text, self._left_of_prompt)
             self._left_of_prompt = self._left_of_prompt[count:] if count == len(text) else ""
             text = text[count:]

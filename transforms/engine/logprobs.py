@@ -78,6 +78,7 @@ def logprobs(
     )
     check_values(call, {"adapter": rule}, {"adapter": adapter})
     sequence_adapters: list[Adapter | None] = one_each(adapter, len(every))
+    # One slot per adapter object, however many sequences use it.
     once = {id(each): each for each in sequence_adapters if each is not None}
     slots = [[*once].index(id(each)) if each is not None else -1 for each in sequence_adapters]
 
@@ -90,6 +91,7 @@ def logprobs(
         counts = lengths[here]
         adapters = slots[here]
         active = len({*adapters} - {-1})
+        # Token i predicts token i + 1, so the last one is only a target.
         inputs = [ids[:-1] for ids in group]
         batch = Batch.ragged(
             range(len(group)), inputs, num_active_loras=active, device=model.device

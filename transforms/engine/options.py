@@ -396,6 +396,7 @@ class EngineLimits:
         fitting = fitting_pages(
             model.device, page, most, lambda: reserved_bytes(executor and executor(small))
         )
+        # All ranks number their pages alike, so the rank with the least room decides.
         return attrs.evolve(small, num_pages=min(most, *transport.collect(fitting)))
 
 

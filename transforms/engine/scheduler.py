@@ -160,6 +160,7 @@ def observe(
         if len(req.tokens) >= (req.num_published + 1) * page_size and not req.reason:
             publish_pages(host, req)
         if index in faults and not req.reason:
+            # Its keys and values may be NaN, which no other request may read.
             host.pages.unpublish(req.pages)
             end(host, req, "error")
         if count or req.reason:
@@ -384,6 +385,8 @@ def _admit(host: HostState, req: RequestState, cohort: int, admissions: list[Adm
     del host.waiting[0]
     req.row = host.free_rows.pop()
     req.cohort = cohort
+    # A job of the row's former request may be in flight. Its tokens go to the same row, so the new
+    # request runs after they have returned.
     req.last_job = host.row_jobs.get(req.row)
     host.running[req.request.id] = req
     bisect.insort(host.cohorts[cohort], req, key=turn)

@@ -339,6 +339,7 @@ def make_runner(
     stages = tuple(model.stage(layout, **extras) for layout in every)
     params = stage_params(model, layouts)
     if len(layouts) < num_stages:
+        # Other processes run the other stages, and must have the same model and options.
         for subject, value in {
             **model.facts,
             "limits": f"{limits}",

@@ -75,6 +75,7 @@ class Split:
             )
         elif self.mesh is not None and isinstance(self.transport, Distributed):
             rank_share = self.mesh.coordinates(self.transport.rank)[AXIS]
+            # Empty if the share is the rank's.
             problem = (
                 f"share {index} of the model on rank {self.transport.rank}, which has share {rank_share}"
                 * (rank_share != index)

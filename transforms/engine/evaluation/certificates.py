@@ -279,6 +279,7 @@ class Provenance:
     request: Request = attrs.field(eq=False)
 
     def __reduce__(self) -> Any:
+        # A weak reference cannot be pickled: the copy has None in its place.
         return type(None), ()
 
 

@@ -299,6 +299,7 @@ def compare_runs(trace: RunTrace, reference: RunTrace) -> RunComparison:
         reference.way,
         steps,
         tokens=all(same) and len(trace.steps) == len(reference.steps),
+        # All stages have equal tables, so one of the reference's stages stands for all.
         tables=all(bool((a.tables == b.tables[:1]).all()) for a, b in pairs),
         allowed=0.0 if in_same_shapes or _are_invariant(trace, reference) else TOLERANCE,
         **_differences(values),

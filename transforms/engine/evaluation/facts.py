@@ -145,6 +145,7 @@ def _tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
 def _digest_tensor(x: Tensor) -> str:
     hasher = hashlib.sha256(f"{tuple(x.shape)} {x.dtype} ".encode())
     if x.numel():
+        # torch conjugates and negates lazily, by flags that the bytes do not show.
         flat = x.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     else:
         flat = x.new_empty(0, dtype=torch.uint8)

@@ -126,6 +126,7 @@ class _Digests:
         self._open[id(value)] = len(self._open)
         try:
             digest = _hash(*self._texts(value))
+        # Not this value's fault: `digest_functions` reports the depth once.
         except RecursionError:
             raise
         except Exception:  # its class may raise anything when it is asked for its state
@@ -171,6 +172,8 @@ class _Digests:
 def _hash(*texts: str) -> str:
     hasher = hashlib.sha256()
     for text in texts:
+        # With lengths, so that no two lists of texts give the same bytes; strings may hold lone
+        # surrogates.
         hasher.update(f"{len(text)} {text}".encode(errors="surrogatepass"))
     return hasher.hexdigest()
 
@@ -237,6 +240,7 @@ def _read_by(function: FunctionType) -> Iterator[Any]:
     attributes = sorted({name for code in codes for name in code.co_names})
     modules = [cell.cell_contents for cell in function.__closure__ or () if _is_module(cell)]
     for code in codes:
+        # IMPORT_NAME comes after the loads of its level and of its list of names.
         before: list[Any] = [None, None]
         for one in dis.get_instructions(code):
             if one.opname in _LOADS and one.argval in names:

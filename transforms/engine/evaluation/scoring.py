@@ -174,6 +174,7 @@ def score(engine: Engine, tasks: Sequence[Task]) -> Score:
     model = engine.model
     most = _max_tokens(engine)
     greedy = SamplingParams(temperature=0.0)
+    # 0: the logprob of each prompt token itself, without those of the likeliest tokens.
     scored = SamplingParams(temperature=0.0, prompt_logprobs=0)
     texts = [task.text for task in tasks if task.answer is None]
     questions = [(task.text, task.answer) for task in tasks if task.answer is not None]

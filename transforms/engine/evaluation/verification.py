@@ -42,6 +42,7 @@ class Verification(Tabled):
     def first_difference(self) -> int | None:
         """The index of the first token that differs, or whose logprob differs in any bit; None:
         none does."""
+        # As hex, in which every bit counts (0.0 differs from -0.0) and NaN equals NaN.
         computed, certified = (
             [*zip(one.token_ids, map(float.hex, one.logprobs), strict=True)]
             for one in (self, self.certificate)
@@ -164,6 +165,7 @@ def verify(
     call = "weft.verify(certificates, model)"
     certificate_list = [certificates] if isinstance(certificates, Certificate) else certificates
     check_values(call, _RULES, {"certificates": certificate_list, "adapters": adapters})
+    # Otherwise the bits would depend on the batch, the split and the mode.
     model = model.with_stages(batch_invariant=True)
     carrier = transport or Local()
     named = {digest(adapter.deltas): adapter for adapter in adapters}
@@ -223,6 +225,7 @@ def _run(engine: Engine, certificates: Sequence[Certificate]) -> list[Verificati
         state = output.track
         reason = output.finish_reason
         if reason is None and _differs(certificates[index], output):
+            # Later tokens depend on the one that differs, so that they prove nothing.
             reason = "abort"
             engine.abort(output.id)
         if reason is not None:

@@ -129,6 +129,7 @@ class Pages:
         """Remove all pages from the prefix cache, including those that requests hold; returns how
         many were published."""
         count = len(self._page_of)
+        # Held pages follow when they are released, since nothing is published then.
         self._empty += self._evictable
         for names in (
             self._evictable,

@@ -27,6 +27,7 @@ def allocate_pages(host: HostState, req: RequestState, copies: list[tuple[int, i
         req.num_prefilled = num_found
     if source is not None:
         copies.append((source, req.pages[len(shared)]))
+        # The copy holds all tokens but the last, which is computed for its logits.
         req.num_prefilled = length - 1
     host.num_found += max(num_found, req.num_prefilled)
     return True

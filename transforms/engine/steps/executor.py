@@ -91,6 +91,8 @@ class BatchCache(Generic[T]):
         # A decode's tokens and positions are in the state, so its batch depends on these alone.
         key = work.rows, work.query_len, work.num_active_loras
         if (batch := self._decodes.get(key)) is None:
+            # Without edits, which differ from step to step. A dict keeps its order: the oldest goes
+            # first.
             if len(self._decodes) >= _MAX_CACHED_BATCHES:
                 del self._decodes[next(iter(self._decodes))]
             batch = self._decodes[key] = self.make(attrs.evolve(self._place(work), edits=Edits()))

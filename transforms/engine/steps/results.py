@@ -123,6 +123,7 @@ class PendingResults:
 
 def _wait(event: torch.cuda.Event, check: Callable[[], None]) -> None:
     last_check = time.monotonic()
+    # Poll instead of `synchronize`, in which the host could not notice that a rank has failed.
     while not event.query():
         time.sleep(_POLL_SECONDS)
         if time.monotonic() - last_check > _CHECK_SECONDS:

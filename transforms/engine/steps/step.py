@@ -162,6 +162,7 @@ class Work:
         of the masks."""
         digest = hashlib.blake2b(digest_size=6)
         for mask in self.masks:
+            # With lengths, so that no two lists of masks give the same bytes.
             digest.update(b"any;" if mask is None else b"%d;" % len(mask) + mask)
         return f"{self}{f', masks {digest.hexdigest()}' * bool(self.masks)}"
 
@@ -217,6 +218,7 @@ class Work:
         return f"job {self.job}: " + ", ".join(parts)
 
 
+# Cached: consecutive decodes mostly have the same rows.
 @functools.lru_cache(maxsize=64)
 def _decode_text(rows: tuple[int, ...]) -> str:
     return ", ".join(f"row {row}: last" for row in rows)
@@ -293,6 +295,7 @@ def batch_token_extras(
     names = next((extras.keys() for extras in prompt_extras if extras), ())
     token_extras = dict[str, PerToken]()
     for name in names:
+        # The last row of a request's values is the default.
         default = next(extras[name][-1] for extras in prompt_extras if extras)
         values = to_device(default, device).repeat(sum(map(len, token_ids)), *[1] * default.dim())
         for first, rows in _in_batch(
