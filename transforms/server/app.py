@@ -51,22 +51,22 @@ from weft.transforms.server.vocabulary import Vocabulary
 
 _RETRY_SECONDS = 1
 _TOO_LONG = {"param": "max_tokens", "code": "context_length_exceeded"}
-# Requests whose grammars may wait to be compiled.
+# The most requests that may wait for a grammar to be compiled.
 _MOST_COMPILING = 64
 
 
 class Server:
-    """The routes.
+    """The HTTP routes, and the state that they share.
 
     Args:
-        host: the engine.
-        name: of the model.
-        adapters: names of the engine's adapters, which are models of their own to clients.
-        chat_template: in the place of the model's own.
-        api_key: what clients must send; None: nothing.
-        limits: of a request.
-        compile_grammar: of a `response_format`.
-        is_local: clients are of this machine alone.
+        host: runs the engine.
+        name: the model's name to clients.
+        adapters: names of the engine's adapters; clients see each as a model.
+        chat_template: replaces the model's own.
+        api_key: the key that clients must send; None: no key is needed.
+        limits: the limits of a request.
+        compile_grammar: compiles a `response_format`.
+        is_local: whether the server listens on this machine alone.
     """
 
     def __init__(
@@ -94,6 +94,7 @@ class Server:
         size = model.config.vocab_size
         self.vocabulary = None if model.tokenizer is None else Vocabulary(model.tokenizer, size)
         self.metrics = Metrics(name)
+        # At least two bodies of the largest size must fit, or one could not be read beside another.
         self._bodies = UnfinishedBodies(max(self.limits.max_unfinished, 2 * self.limits.max_body))
         template = self.model.chat_template
         self._renderer = None if template is None else ChatRenderer(template)
@@ -105,7 +106,7 @@ class Server:
     # Routes
 
     async def health(self, _: Request) -> Response:
-        """200 while the engine takes requests and goes on with them."""
+        """Answer 200 while the engine accepts requests and makes progress."""
         self.host.check_open()
         if not await self.host.is_moving(STILL_SECONDS):
             self.host.check_open()  # it may have ended meanwhile
@@ -146,7 +147,7 @@ class Server:
         """Counters and histograms, in Prometheus' text format."""
         try:
             stats = await self.host.stats()
-        except ClosedError:  # what was counted before is still of use
+        except ClosedError:  # the counts before the end are still useful
             stats = None
         return Response(*self.metrics.text(stats))
 
@@ -229,10 +230,10 @@ class Server:
         )
         return await self._answer(request, checked_request, ChatForm(checked_request, body))
 
-    # What they have in common
+    # Shared by the routes
 
     def _adapter(self, name: str | None) -> str | None:
-        """The adapter that a model's name stands for."""
+        """The adapter that a model name refers to; None: the model itself."""
         if name in (None, self.name):
             return None
         if name in self.adapters:
@@ -252,12 +253,13 @@ class Server:
                 return self.model.encode(text)
             return token_ids(tokenizer, text, special=False)
 
+        # A thread costs more than encoding a short text; a long one would block the event loop.
         if len(text) >= LONG_TEXT:
             return await asyncio.to_thread(encode)
         return encode()
 
     def _check_length(self, text: str) -> None:
-        """Refuse a text that cannot fit, before it is encoded, which would keep others waiting."""
+        """Refuse a text that cannot fit, without the cost of encoding it."""
         if self.vocabulary is None:
             longest = None
         else:
@@ -297,7 +299,10 @@ class Server:
         logprobs: int | None,
         prompt_logprobs: int | None,
     ) -> Asked:
-        """A checked request. It is under way from here on: a signal lets it end."""
+        """Check a request and turn it into commands for the engine.
+
+        From here on the request counts as under way: a signal lets it finish.
+        """
         self.host.check_open()
         check_stream_options(body)
         check_limits(
@@ -353,7 +358,7 @@ class Server:
         return Asked(body, requests, writer)
 
     async def _compiled(self, form: dict[str, Any], use: GrammarUse) -> str:
-        """A `response_format`, compiled beside the event loop, where slow ones wait for each other."""
+        """Compile a `response_format` in a thread pool, where slow grammars queue up."""
         grammar = self._compile_grammar.find(form, use)
         if grammar is not None:
             return grammar
@@ -376,10 +381,12 @@ class Server:
             self._num_compiling -= 1
 
     async def _answer(self, request: Request, checked_request: Asked, form: Form) -> Response:
-        """The answer to a request: whole, or as a stream."""
+        """The response to a request, either whole or as a stream."""
         parts = self._parts(checked_request, form)
         if checked_request.body.stream:
-            try:  # an error before the first token is an error of the whole answer
+            # The status line is sent with the first chunk. By waiting for the first token, an error
+            # before it still gets a status of its own.
+            try:
                 async with while_connected(request.receive):
                     first = await anext(parts)
             except BaseException:
@@ -394,7 +401,7 @@ class Server:
     async def _parts(
         self, checked_request: Asked, form: Form
     ) -> AsyncGenerator[Sequence[Part], None]:
-        """The parts of all choices as they come, within the time limit."""
+        """Yield the parts of all choices as they arrive, within the time limit."""
         n = checked_request.body.n
         clock = self.metrics.begin(sum(map(len, checked_request.prompts)))
         outputs = self.host.stream(checked_request.requests)
@@ -411,11 +418,11 @@ class Server:
                     ]
             clock.end([choice.finish_reason or "" for choice in form.choices])
         finally:
-            clock.drop()
+            clock.drop()  # counts as aborted unless it has ended
 
     def app(self) -> Starlette:
-        """The application."""
-        routes = [  # the most frequent ones first
+        """The Starlette application."""
+        routes = [  # Starlette tries them in order: the most frequent ones come first
             Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
             Route("/v1/chat/completions", self._guarded(self.chats), methods=["POST"]),
             Route("/health", self._guarded(self.health, is_open=True), methods=["GET"]),
@@ -446,7 +453,7 @@ class Server:
     def _guarded(
         self, route: Callable[[Request], Awaitable[Response]], is_open: bool = False
     ) -> Callable[[Request], Awaitable[Response]]:
-        """The route with the check of the key, and with errors in OpenAI's form."""
+        """Wrap a route: check the API key first, and answer errors in OpenAI's form."""
 
         async def guarded(request: Request) -> Response:
             try:
@@ -470,6 +477,8 @@ class Server:
 
     def _check_key(self, request: Request) -> None:
         authorization = request.headers.get("authorization", "").encode("latin-1", "replace")
+        # Takes the same time wherever the keys differ, so timing does not reveal the key. On bytes,
+        # because on str it refuses characters beyond ASCII.
         if not hmac.compare_digest(authorization, f"Bearer {self._key}".encode()):
             raise Refusal(
                 401,
@@ -482,10 +491,10 @@ class Server:
 async def _within(
     outputs: AsyncGenerator[list[Output], None], seconds: float
 ) -> AsyncGenerator[list[Output], None]:
-    """The outputs that come before so many seconds have passed.
+    """Yield outputs until `seconds` have passed.
 
     Raises:
-        Refusal: not all have.
+        Refusal: the outputs had not ended by then.
     """
     end = asyncio.get_running_loop().time() + seconds
     async with contextlib.aclosing(outputs):
@@ -503,16 +512,19 @@ async def _within(
 
 
 class EventStream(Response):
-    """An answer of server-sent events; the last part's are sent together with the end's.
+    """A response of server-sent events; those of the last parts are sent with the end of stream.
 
     Args:
-        first, parts, form: the first parts of the answer, the later ones, and how they are written.
+        first: the first parts of the answer.
+        parts: the later ones.
+        form: writes them as JSON.
     """
 
     def __init__(
         self, first: Sequence[Part], parts: AsyncGenerator[Sequence[Part], None], form: Form
     ) -> None:
         super().__init__(None, media_type="text/event-stream")
+        # Starlette has set it to the length of the empty content.
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
         self._first = first
@@ -520,11 +532,11 @@ class EventStream(Response):
         self._form = form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them, until the client goes."""
+        """Send the events until the client disconnects."""
         async with contextlib.aclosing(self._parts), contextlib.aclosing(self._events()) as events:
             with contextlib.suppress(ClientDisconnect):
                 async with while_connected(receive):
-                    if scope["http_version"] == "1.0":  # it has no chunks
+                    if scope["http_version"] == "1.0":  # it has no chunked transfer encoding
                         whole = Response(
                             b"".join([chunk async for chunk in events]), 200, self.headers
                         )
@@ -542,7 +554,7 @@ class EventStream(Response):
             yield self._form.written(self._first)
             async for parts in self._parts:
                 yield self._form.written(parts)
-        except Exception as error:
+        except Exception as error:  # the status is already sent: the error becomes an event
             yield event(refusal_of(error).body)
 
 

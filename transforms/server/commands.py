@@ -1,5 +1,5 @@
-"""The commands of a server to its engine, `Add`, `Abort`, `Ask` and `Stop`, which travel to all
-ranks; `follow`: those ranks."""
+"""`Add`, `Abort`, `Ask` and `Stop`: a server's commands to its engine; `follow`, which obeys them
+on the ranks beside the first."""
 
 import base64
 import contextlib
@@ -16,8 +16,8 @@ from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.requests.masks import Mask
 
 FAULTS = TypeError, ValueError, LookupError
-"""Errors by which a request's own values may break `Engine.add`, before it has changed anything."""
-# Those in which captures come back.
+"""Errors that a request's values may cause in `Engine.add`, before it has changed anything."""
+# The dtypes in which captures are returned.
 _DTYPES = {
     str(one).removeprefix("torch."): one
     for one in (torch.float32, torch.int64, torch.int32, torch.bool)
@@ -31,12 +31,12 @@ class Add:
     """A request for the engine.
 
     Args:
-        name: of the request.
+        name: the id of the request in the engine.
         prompt: token ids.
-        sampling, max_tokens, priority, adapter: as `Engine.add` takes them.
-        extras: by name, as `WeftField` has them.
-        cache_salt: as `Engine.add` takes it.
-        grammar: a compiled one, from which each rank makes the mask; None: there is none.
+        sampling, max_tokens, priority, adapter: as in `Engine.add`.
+        extras: values by name, as in `WeftField`.
+        cache_salt: as in `Engine.add`.
+        grammar: a compiled grammar, from which each rank makes the mask; None: no mask.
         captured: whether the client wants what the stages captured.
     """
 
@@ -52,7 +52,7 @@ class Add:
     captured: bool = False
 
     def apply(self, engine: Engine, make_mask: MakeMask) -> None:
-        """Add it.
+        """Add the request to the engine.
 
         Raises:
             RequestError: it could never be served.
@@ -72,44 +72,43 @@ class Add:
 
 @attrs.frozen
 class Abort:
-    """The end of a request whose client has gone."""
+    """Ends a request whose client has gone."""
 
     name: str
 
     def apply(self, engine: Engine, _: MakeMask) -> None:
-        """Abort it unless it has ended."""
+        """Abort the request unless it has ended."""
         if engine.is_under_way(self.name):
             engine.abort(self.name)
 
 
 @attrs.frozen
 class Ask:
-    """A question for the engine's counts, which the first rank answers.
+    """Asks for the engine's counts; the first rank answers.
 
     Args:
-        number: of the question, which the answer repeats.
+        number: identifies the question; the answer repeats it.
     """
 
     number: int
 
     def apply(self, engine: Engine, _: MakeMask) -> None:
-        """Nothing: the one who takes it answers."""
+        """Do nothing: the loop that takes the command answers it."""
 
 
 @attrs.frozen
 class Stop:
-    """The end of the server."""
+    """Ends the server."""
 
     def apply(self, engine: Engine, _: MakeMask) -> None:
-        """Nothing: the one who takes it ends."""
+        """Do nothing: the loop that takes the command ends."""
 
 
 Command = Add | Abort | Ask | Stop
 
 
 def follow(engine: Engine, make_mask: MakeMask) -> None:
-    """The part of a rank beside the first one: the same requests and steps, until the first rank
-    stops.
+    """Run a rank beside the first: apply the same commands and steps until the first rank stops.
 
     Raises:
         RankError: a rank ended, or kept this one waiting.
@@ -117,9 +116,8 @@ def follow(engine: Engine, make_mask: MakeMask) -> None:
     while True:
         commands = engine.transport.share(None)
         for command in commands:
-            with contextlib.suppress(
-                RequestError, *FAULTS
-            ):  # as on the first rank, which tells the client
+            # The first rank meets the same error, and tells the client.
+            with contextlib.suppress(RequestError, *FAULTS):
                 command.apply(engine, make_mask)
         if any(isinstance(command, Stop) for command in commands):
             return
@@ -130,7 +128,7 @@ def follow(engine: Engine, make_mask: MakeMask) -> None:
 def _tensors(
     extras: Mapping[str, Any], functions: StageFunctions
 ) -> dict[str, torch.Tensor] | None:
-    """Extras as tensors of the dtypes that the model's stages have by default."""
+    """Extras as tensors, each of the dtype of the default in the model's stages."""
     defaults = {**functions.extras, **functions.token_extras}
     return {
         name: _tensor(name, value, defaults.get(name)) for name, value in extras.items()

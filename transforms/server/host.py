@@ -18,35 +18,36 @@ from weft.transforms.server.commands import Abort, Add, Ask, Command, MakeMask, 
 from weft.transforms.server.loop import Delta, Ended, EngineLoop, Message, Told
 from weft.transforms.server.streams import Output, Progress
 
-# Seconds after which an engine that does not answer, as it does between two steps, is said to stand
-# still.
+# An engine answers between two steps. If it has not for this many seconds, it counts as stuck.
 STILL_SECONDS = 10.0
-# Seconds after which a server that is being stopped no longer waits for such an engine.
+# Seconds that a server which is being stopped waits for a stuck engine.
 GIVE_UP_SECONDS = 30.0
 
 
 class BusyError(WeftError):
-    """As many requests wait as the server lets wait."""
+    """The server's queue of waiting requests is full."""
 
 
 class ClosedError(WeftError):
-    """The engine takes no requests: it is being closed, or a step of it raised."""
+    """The engine accepts no requests: it is being closed, or one of its steps raised."""
 
 
 @attrs.define(eq=False)
 class _Listener:
-    """What has come for a client's request and was not taken yet. A slow client finds several
-    steps' tokens at once."""
+    """The deltas of a client's request that were not taken yet. A slow client takes those of
+    several steps at once."""
 
     deltas: list[tuple[int, Delta]] = attrs.field(factory=list)
     error: WeftError | None = None
     arrived: asyncio.Event = attrs.field(factory=asyncio.Event)
 
     async def take(self) -> list[tuple[int, Delta]]:
-        """What has come, at least one."""
+        """Wait for at least one delta, and take all of them."""
         await self.arrived.wait()
         deltas = self.deltas
         self.deltas = []
+        # With an error the event stays set: the deltas before it go out first, and the next call
+        # raises instead of waiting.
         if self.error is None:
             self.arrived.clear()
         elif not deltas:
@@ -55,21 +56,20 @@ class _Listener:
 
 
 class Host(ABC):
-    """An engine that runs elsewhere, as an event loop sees it. All methods are called in that
-    loop's thread.
+    """An engine that runs in another thread or process, as an event loop sees it.
 
-    An event loop that is slow, or a client, keeps nobody else waiting: what has come waits in the
-    request's listener, which holds no more than its tokens.
+    All methods are called in that loop's thread. A slow event loop or a slow client delays nobody
+    else: deltas wait in the request's listener, which holds no more than the request's tokens.
 
     Args:
-        model: of which only the configuration, the tokenizer and the path are read.
-        max_model_len: the most tokens of a request.
-        max_open: the most completions that run and wait.
+        model: only its configuration, tokenizer and path are read.
+        max_model_len: the most tokens of a request, prompt and completion together.
+        max_open: the most completions that may run or wait at once.
 
     Attributes:
-        fault: what a step of the engine raised.
+        fault: the error that a step of the engine raised.
         is_final: whether the engine's process, or one of its ranks, has ended.
-        num_open: completions that run and wait.
+        num_open: completions that run or wait.
         is_closing: whether the server is being stopped.
     """
 
@@ -88,22 +88,22 @@ class Host(ABC):
 
     @abstractmethod
     async def open(self) -> None:
-        """Begin, in the event loop in which all else is called."""
+        """Begin. It is called in the event loop in which all other methods are called."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Take no more requests, and end the engine's loop."""
+        """Accept no more requests, and end the engine's loop."""
 
     @abstractmethod
     def send(self, command: Command) -> None:
         """Send a command to the engine."""
 
     def refuse_requests(self) -> None:
-        """Take no more requests; those under way go on."""
+        """Accept no more requests; those under way continue."""
         self.is_closing = True
 
     def check_room(self, count: int) -> None:
-        """Raise BusyError if so many more completions would be too many."""
+        """Raise BusyError if there is no room for `count` more completions."""
         if self.num_open + count > self.max_open:
             problem = (
                 f"{self.num_open} completions under way, {count} more, and room for {self.max_open}"
@@ -111,7 +111,7 @@ class Host(ABC):
             raise BusyError("a request", problem, "the same request later")
 
     def check_open(self) -> None:
-        """Raise ClosedError unless the engine takes new requests."""
+        """Raise ClosedError unless the engine accepts new requests."""
         self._check_running()
         if self.is_closing:
             raise ClosedError(
@@ -133,8 +133,7 @@ class Host(ABC):
         return self._has_ended
 
     async def is_moving(self, seconds: float) -> bool:
-        """Whether the engine's loop goes on: it answers within so many seconds, which it does
-        between two steps."""
+        """Whether the engine's loop, which answers between two steps, does so within `seconds`."""
         if self._has_ended:
             return False
         try:
@@ -145,7 +144,7 @@ class Host(ABC):
         return True
 
     def give_up(self) -> None:
-        """End the completions under way, whose engine stands still."""
+        """End the completions under way because the engine is stuck."""
         if not self._has_ended:
             self._end(Ended(f"an engine that stood still for {GIVE_UP_SECONDS:g} s", is_final=True))
 
@@ -165,13 +164,14 @@ class Host(ABC):
             del self._stats_futures[number]
 
     async def stream(self, requests: Sequence[Add]) -> AsyncGenerator[list[Output], None]:
-        """The outputs of requests, several at a time, until all of their completions have ended. A
-        consumer that stops aborts them. A server that is being stopped goes on with them: new ones
-        are refused before, by `check_open`.
+        """Yield the outputs of requests, several at a time, until all completions have ended.
+
+        The requests are aborted if the consumer stops early. A server that is being stopped still
+        finishes them; `check_open` is what refuses new ones.
 
         Raises:
             BusyError: too many requests wait.
-            ClosedError: the engine has ended, or failed meanwhile.
+            ClosedError: the engine has ended, or fails meanwhile.
             RequestError: what `Engine.add` refuses.
         """
         self._check_running()
@@ -203,12 +203,14 @@ class Host(ABC):
         finally:
             self.num_open -= count
             for name in left:
+                # A request that was never sent has no listener, and nothing to abort.
                 if self._listeners.pop(name, None) is not None:
                     self.send(Abort(name))
 
     def receive(self, message: Message) -> None:
-        """Hand a message of the engine's loop to those who wait for it."""
+        """Hand a message of the engine's loop to whoever waits for it."""
         if isinstance(message, Told):
+            # Whoever asked may have timed out meanwhile (`is_moving`).
             if (
                 future := self._stats_futures.get(message.number)
             ) is not None and not future.done():
@@ -218,6 +220,7 @@ class Host(ABC):
         else:
             listeners = self._listeners
             for delta in message:
+                # Deltas of an aborted request may still arrive: its listener is gone.
                 if (entry := listeners.get(delta[0])) is not None:
                     place, listener = entry
                     listener.deltas.append((place, delta))
@@ -236,7 +239,7 @@ class Host(ABC):
                 future.set_exception(ended.error())
 
     def stop(self) -> None:
-        """Take no more requests, and tell the engine's loop to end."""
+        """Accept no more requests, and tell the engine's loop to end."""
         self.is_closing = True
         self.send(Stop())
 
@@ -244,7 +247,8 @@ class Host(ABC):
 def _outputs(
     placed_deltas: Sequence[tuple[int, Delta]], of: dict[tuple[int, int], Progress]
 ) -> list[Output]:
-    """One output for each completion that something came for."""
+    """One output for each completion that has new deltas."""
+    # The usual case: the client keeps up, and has one completion.
     if len(placed_deltas) == 1:
         [(place, delta)] = placed_deltas
         return [of[place, delta[1]].add([delta])]
@@ -259,9 +263,10 @@ class EngineHost(Host):
 
     Args:
         engine: on the first rank.
-        max_waiting: completions that may wait beside those that run (`EngineLimits.max_num_reqs`).
-        make_mask: makes masks of `response_format`s.
-        num_ranks: processes in which stages of the engine run; the others `follow`.
+        max_waiting: completions that may wait, in addition to those that run
+            (`EngineLimits.max_num_reqs`).
+        make_mask: makes the mask of a `response_format`.
+        num_ranks: processes in which stages of the engine run; all but the first call `follow`.
     """
 
     def __init__(
@@ -282,20 +287,23 @@ class EngineHost(Host):
         self._loop = asyncio.get_running_loop()
 
     async def close(self) -> None:
-        """Take no more requests, and end the thread."""
+        """Accept no more requests, and end the thread."""
         self.stop()
+        # After `give_up` the thread is stuck and may never end: do not wait for it.
         await asyncio.to_thread(self._thread.join, None if not self.is_final else 0)
 
     def send(self, command: Command) -> None:
         self._engine_loop.inbox.put(command)
 
     def _deliver(self, message: Message) -> None:
+        # Runs in the engine's thread; futures and events may be touched in the loop's thread alone.
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.receive, message)
 
 
 def max_model_len(engine: Engine) -> int:
-    """The most tokens of a request."""
+    """The most tokens of a request: the model's positions, or the pages of the KV cache if they
+    hold fewer."""
     limits = engine.limits
     return min(
         engine.model.config.max_position_embeddings, limits.budget.max_pages * limits.page_size

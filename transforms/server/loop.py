@@ -1,5 +1,5 @@
-"""`EngineLoop`: takes commands, steps an engine, and says what each step made, in messages that may
-travel."""
+"""`EngineLoop`: applies commands, steps an engine, and reports what each step made, in messages
+that can be sent to another process."""
 
 import logging
 import queue
@@ -16,15 +16,15 @@ from weft.transforms.engine.stats import Stats
 from weft.transforms.server.commands import FAULTS, Abort, Add, Ask, Command, MakeMask, Stop
 
 _LOG = logging.getLogger("weft.server")
-# What is new of a completion: its request's name, its index, tokens, text, reason of its end, and
-# more by name. A step makes one for each row, so they are tuples: pickled in a fifth of the time of
-# objects.
+# What is new in a completion: the request's name, the completion's index, new tokens, new text,
+# finish reason, and further fields by name. A step makes one for each row, so they are tuples,
+# which take a fifth of the time of objects to pickle.
 Delta = tuple[str, int, list[int], str | None, str | None, dict[str, Any]]
 
-# Lists of `CompletionState` that grow by a token's entry; they travel if the request asks for
-# logprobs. There are text offsets of a completion whose text the engine makes.
+# Lists of `CompletionState` that grow by one entry per token; they are sent if the request asks for
+# logprobs. `text_offsets` has entries only if the engine makes the completion's text.
 PER_TOKEN = ("logprobs", "top_logprobs", "text_offsets")
-# Its lists about the prompt, which travel with the first token.
+# Lists of `CompletionState` about the prompt; they are sent with the first token.
 PER_PROMPT = ("prompt_logprobs", "prompt_top_logprobs", "prompt_ranks")
 
 
@@ -41,15 +41,15 @@ class Ended:
     """The end of the loop.
 
     Args:
-        fault: what a step raised; None: it was told to end.
-        is_final: whether the process cannot go on: a rank has ended.
+        fault: the error that a step raised; None: the loop was told to end.
+        is_final: whether the process cannot continue, because a rank has ended.
     """
 
     fault: str | None
     is_final: bool = False
 
     def error(self) -> EngineError:
-        """The error of requests that were under way."""
+        """The error for requests that were under way."""
         if self.fault is None:
             return EngineError(
                 "engine.step()", "a server that was stopped", "the same request later"
@@ -63,17 +63,17 @@ Message = list[Delta] | Told | Ended
 
 
 class EngineLoop:
-    """Runs an engine for a server. All calls of the engine are made in the thread that calls `run`.
+    """Runs an engine for a server. The engine is only called in the thread that calls `run`.
 
     Args:
-        engine: on the first rank.
-        make_mask: makes masks of `response_format`s.
-        deliver: takes what was made, in the thread of `run`. It must not wait.
-        num_ranks: processes in which stages of the engine run; the others `follow`.
+        engine: the engine of the first rank.
+        make_mask: makes the mask of a `response_format`.
+        deliver: receives the messages, in the thread of `run`. It must not block.
+        num_ranks: processes in which stages of the engine run; all but the first call `follow`.
 
     Attributes:
-        inbox: where commands come in, from any thread.
-        fault: what a step raised.
+        inbox: the queue of commands, which any thread may fill.
+        fault: the error that a step raised.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class EngineLoop:
         self._captured = set[str]()
 
     def run(self) -> None:
-        """Go on until `Stop`, or until a step raises."""
+        """Run until `Stop`, or until a step raises."""
         ended = Ended(None)
         try:
             while self._turn():
@@ -107,8 +107,9 @@ class EngineLoop:
         self._deliver(ended)
 
     def _turn(self) -> bool:
-        """Take what has come, and step; False: the end."""
+        """Apply the waiting commands and step once; return False to end."""
         commands = self._take()
+        # Every rank must apply the same commands before the same step. Only this one answers `Ask`.
         if self._num_ranks > 1:
             self.engine.transport.share([each for each in commands if not isinstance(each, Ask)])
         for command in commands:
@@ -135,7 +136,8 @@ class EngineLoop:
             self._captured.discard(command.name)
 
     def _take(self) -> Sequence[Command]:
-        """What has come. Without work, wait for it, but no longer than other ranks wait."""
+        """The waiting commands. An idle engine waits for one, though not so long that the other
+        ranks, which wait for this one, time out."""
         commands = list[Command]()
         wait = self.engine.is_idle
         if self._num_ranks == 1:
@@ -166,6 +168,7 @@ class EngineLoop:
             more["stop_reason"] = state.stop_reason
         if reason is not None and output.id in self._captured:
             more["captured"] = {name: values.cpu() for name, values in state.captured.items()}
+            # A request with n > 1 is under way until its last completion ends.
             if not self.engine.is_under_way(output.id):
                 self._captured.discard(output.id)
         return output.id, output.index, tokens, output.text, reason, more

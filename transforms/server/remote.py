@@ -1,8 +1,7 @@
 """`RemoteHost` and `run_engine`: clients and an engine in two processes, connected by a socket.
 
-Python runs one thread of a process at a time. An event loop beside the engine would take the time
-in which the engine's thread prepares steps, and that thread would wait for its turn at each
-operator of torch.
+The reason is Python's global interpreter lock: an event loop in the engine's process would take
+time from the thread that prepares steps, which would wait for the lock at each torch operator.
 """
 
 import asyncio
@@ -27,13 +26,13 @@ _BUFFER = 2**20
 
 
 def pack(message: Any) -> bytes:
-    """A message as bytes: its length, and its pickle."""
+    """A message as bytes: its length (4 bytes, big-endian), then its pickle."""
     raw = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return _LENGTH.pack(len(raw)) + raw
 
 
 class Unpacker:
-    """Makes messages of bytes that come in any pieces.
+    """Reassembles messages from bytes that arrive in arbitrary pieces.
 
     >>> unpacker, raw = Unpacker(), pack([1, 2]) + pack("a")
     >>> [*unpacker.feed(raw[:7])], [*unpacker.feed(raw[7:])]
@@ -44,7 +43,7 @@ class Unpacker:
         self._left = bytearray()
 
     def feed(self, raw: bytes) -> Iterator[Any]:
-        """The messages that these bytes complete."""
+        """Yield the messages that these bytes complete."""
         left = self._left
         left += raw
         start = 0
@@ -52,6 +51,7 @@ class Unpacker:
             stop = start + 4 + _LENGTH.unpack_from(left, start)[0]
             if len(left) < stop:
                 break
+            # Safe: the peer is another process of this server, not a client.
             yield pickle.loads(left[start + 4 : stop])
             start = stop
         del left[:start]
@@ -61,8 +61,8 @@ class RemoteHost(Host, asyncio.Protocol):
     """An engine in the process at the other end of a socket.
 
     Args:
-        sock: to `run_engine`.
-        model, max_model_len, max_open: as `Host` takes them.
+        sock: the connection to `run_engine`.
+        model, max_model_len, max_open: as in `Host`.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class RemoteHost(Host, asyncio.Protocol):
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=self._socket)
 
     async def close(self) -> None:
-        """Take no more requests, and wait until the engine's loop has ended."""
+        """Accept no more requests, and wait until the engine's loop has ended."""
         self.stop()
         if not self.is_final:
             await self._ended.wait()
@@ -90,7 +90,8 @@ class RemoteHost(Host, asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by the event loop."""
-        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's are no subclasses
+        # A cast, not an assertion: uvloop's transports are no subclasses of asyncio's.
+        self._transport = cast(asyncio.WriteTransport, transport)
 
     def data_received(self, data: bytes) -> None:
         """Called by the event loop."""
@@ -109,14 +110,15 @@ class RemoteHost(Host, asyncio.Protocol):
 def run_engine(
     sock: socket.socket, engine: Engine, make_mask: MakeMask, *, num_ranks: int = 1
 ) -> BaseException | None:
-    """Run an engine in this thread for the `RemoteHost` at the other end of a socket, until it says
-    `Stop` or has gone.
+    """Run an engine in this thread for the `RemoteHost` at the other end of a socket, until that
+    sends `Stop` or disconnects.
 
     Args:
-        sock, engine, make_mask, num_ranks: as `EngineLoop` takes them.
+        sock: the connection to the `RemoteHost`.
+        engine, make_mask, num_ranks: as in `EngineLoop`.
 
     Returns:
-        What a step raised; None: nothing.
+        The error that a step raised; None: no step raised.
     """
     messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
     loop = EngineLoop(engine, make_mask, messages.put, num_ranks=num_ranks)
@@ -127,12 +129,12 @@ def run_engine(
             while raw := sock.recv(_BUFFER):
                 for command in unpacker.feed(raw):
                     if isinstance(command, Add) and command.grammar is not None:
-                        with contextlib.suppress(
-                            RequestError
-                        ):  # it is read here, and kept; a step would wait
+                        # Read the grammar into the cache in this thread: the engine's thread would
+                        # delay a step. It meets the same error again, and reports it.
+                        with contextlib.suppress(RequestError):
                             make_mask(command.grammar)
                     loop.inbox.put(command)
-        loop.inbox.put(Stop())
+        loop.inbox.put(Stop())  # the other process has closed the socket, or has ended
 
     def write() -> None:
         with contextlib.suppress(OSError):
