@@ -1,4 +1,4 @@
-"""The contents of answers: choices as they grow, logprobs in OpenAI's and vLLM's forms, usage,
+"""The contents of answers: growing choices, logprobs in OpenAI's and vLLM's forms, usage,
 captures."""
 
 import base64
@@ -16,16 +16,16 @@ from weft.transforms.server.vocabulary import Vocabulary
 
 @attrs.define(eq=False)
 class Choice:
-    """A completion as the client sees it, growing.
+    """A completion as the client sees it, while it grows.
 
     Args:
-        index: among all of the answer.
+        index: its place among all choices of the answer.
         prompt: the tokens of its prompt.
-        text: what has come so far.
-        num_tokens: of what has come.
-        track: the record of it; None before the first output.
-        captured: what the stages captured, once it has ended.
-        finish_reason: None: it goes on.
+        text: the text so far.
+        num_tokens: the number of tokens so far.
+        track: the tokens and logprobs so far; None before the first output.
+        captured: what the stages captured, once the completion has ended.
+        finish_reason: why it ended; None: it has not.
     """
 
     index: int
@@ -37,7 +37,7 @@ class Choice:
     finish_reason: str | None = None
 
     def add(self, output: Output) -> "Part":
-        """Add an output; returns what is new."""
+        """Add an output, and return the new part."""
         start = self.num_tokens
         self.track = output.progress.state
         self.captured = output.progress.captured
@@ -49,13 +49,13 @@ class Choice:
         return part
 
     def whole(self) -> "Part":
-        """All that has come."""
+        """Everything so far as one part."""
         return Part(self, self.text, 0, self.num_tokens, self.finish_reason)
 
 
 @attrs.frozen(eq=False)
 class Part:
-    """A part of a choice: the tokens `start:stop`, and the text that they show."""
+    """A part of a choice: the tokens `start:stop`, and their text."""
 
     choice: Choice
     text: str
@@ -65,15 +65,15 @@ class Part:
 
     @property
     def stop_reason(self) -> int | str | None:
-        """The token or the text that ended it, in vLLM's form; None: the model's own end, or it
-        goes on."""
+        """The stop token or stop text that ended the choice, as in vLLM; None: the model's own
+        end-of-sequence token, or it has not ended."""
         if self.finish_reason is None or self.choice.track is None:
             return None
         return self.choice.track.stop_reason
 
     @property
     def tokens(self) -> list[tuple[int, float, dict[int, float]]]:
-        """For each token its id, its logprob, and the likeliest ones."""
+        """For each token: its id, its logprob, and the likeliest tokens with theirs."""
         track = self.choice.track
         if track is None:
             return []
@@ -83,15 +83,14 @@ class Part:
 
     @property
     def text_offsets(self) -> list[int]:
-        """For each token, where its text begins in the text of the choice; none where there is no
-        text."""
+        """For each token, the offset of its text in the choice's text; empty if there is no text."""
         if self.choice.track is None:
             return []
         return self.choice.track.text_offsets[self.start : self.stop]
 
     @property
     def prompt_tokens(self) -> list[tuple[int, float | None, dict[int, float] | None]]:
-        """The same for the tokens of the prompt, of which the first has none."""
+        """As `tokens`, for the prompt; its first token has no logprob."""
         track = self.choice.track
         if track is None:
             logprobs = []
@@ -109,8 +108,8 @@ class Writer:
     """Writes the answers to one request.
 
     Args:
-        id, model: as they stand in the answer.
-        vocabulary: of the model; None: there is no text.
+        id, model: the values of these fields in the answer.
+        vocabulary: the model's; None: there is no text.
         created: seconds since the epoch.
     """
 
@@ -122,7 +121,7 @@ class Writer:
     def answer(
         self, kind: str, choices: list[Any], usage: dict[str, Any] | None, **more: Any
     ) -> dict[str, Any]:
-        """The body of an answer or a chunk of one."""
+        """The body of an answer, or of one chunk of it."""
         body = {
             "id": self.id,
             "object": kind,
@@ -144,13 +143,15 @@ class Writer:
     def text_logprobs(
         self, part: Part, as_ids: bool, with_prompt: bool, echoed: str = ""
     ) -> dict[str, Any]:
-        """The `logprobs` of a completion: parallel lists over the tokens. `top_logprobs` has the
-        chosen token even where no others were asked for. `text_offset` is where the text of a token
-        begins in the text of the answer; two tokens that make one character begin where it does.
+        """The `logprobs` of a text completion: parallel lists, with one entry per token.
+
+        `top_logprobs` always includes the chosen token, even if no others were requested.
+        `text_offset` is the offset of a token's text in the text of the answer; tokens that make
+        up one character all have the offset of that character.
 
         Args:
-            with_prompt: the prompt's tokens come first.
-            echoed: the text of the prompt, with which the text of the answer begins.
+            with_prompt: put the prompt's tokens first.
+            echoed: the text of the prompt, if the text of the answer begins with it.
         """
         if with_prompt:
             prompt = part.prompt_tokens
@@ -161,9 +162,10 @@ class Writer:
         offsets = list[int]()
         if prompt and self.vocabulary is not None:
             ids = [token for token, *_ in prompt]
+            # Decoding the prompt's tokens may give more text than the client sent.
             offsets += [min(offset, len(echoed)) for offset in self.vocabulary.text_offsets(ids)]
         offsets += [len(echoed) + offset for offset in part.text_offsets]
-        offsets += [0] * (len(tokens) - len(offsets))  # where there is no text
+        offsets += [0] * (len(tokens) - len(offsets))  # without a tokenizer there is no text
         top = [
             None if alternatives is None else self._top(token, logprob, alternatives, as_ids)
             for token, logprob, alternatives in tokens
@@ -178,9 +180,11 @@ class Writer:
     def _top(
         self, token: int, logprob: float | None, alternatives: dict[int, float], as_ids: bool
     ) -> dict[str, float]:
-        """The likeliest tokens by text, the chosen one among them with its own logprob, to the bit.
-        Of several with the same text, which are parts of characters, the later ones are named by
-        their ids."""
+        """The logprobs of the likeliest tokens and of the chosen one, by the tokens' texts.
+
+        The chosen token's entry has the same bits as its logprob elsewhere. If several tokens have
+        the same text, as parts of characters do, all but the first are named by their ids.
+        """
         if logprob is None:
             all_of = alternatives
         else:
@@ -192,7 +196,7 @@ class Writer:
         return by_text
 
     def chat_logprobs(self, part: Part, num_top: int) -> dict[str, Any]:
-        """The `logprobs` of a message: an object for each token."""
+        """The `logprobs` of a chat message: one object per token."""
         content = []
         for token, logprob, top in part.tokens:
             logprobs = {each: logprob if each == token else value for each, value in top.items()}
@@ -211,8 +215,8 @@ class Writer:
         return {"token": self.token(token), "logprob": logprob, "bytes": raw}
 
     def prompt_logprobs(self, part: Part) -> list[dict[str, Any] | None]:
-        """vLLM's `prompt_logprobs`: for each token of the prompt an object by token ids; None for
-        the first."""
+        """vLLM's `prompt_logprobs`: for each token of the prompt, an object keyed by token id; None
+        for the first token."""
         entries = list[dict[str, Any] | None]()
         ranks = [None, *(part.choice.track.prompt_ranks if part.choice.track is not None else ())]
         for (token, logprob, top), rank in zip(part.prompt_tokens, ranks, strict=False):
@@ -238,7 +242,7 @@ class Writer:
 
 
 def usage_of(choices: Sequence[Choice], prompts: Sequence[Sequence[int]]) -> dict[str, int]:
-    """The `usage` of an answer; a prompt counts once, even with several completions."""
+    """The `usage` of an answer; a prompt counts once, however many completions it has."""
     prompt_tokens = sum(map(len, prompts))
     completion_tokens = sum(choice.num_tokens for choice in choices)
     return {
@@ -249,14 +253,14 @@ def usage_of(choices: Sequence[Choice], prompts: Sequence[Sequence[int]]) -> dic
 
 
 def captured_of(choice: Choice) -> dict[str, Any]:
-    """The captures of each token that was read, by name: little-endian bytes in base64, with their
-    dtype and shape."""
+    """The captures by name, for each token that the model has read: little-endian bytes in base64,
+    with their dtype and shape."""
     return {name: _encoded(x) for name, x in choice.captured.items()}
 
 
 def _encoded(x: Tensor) -> dict[str, Any]:
     x = x.detach().cpu()
-    if x.is_floating_point():
+    if x.is_floating_point():  # NumPy has no bfloat16
         x = x.float()
     raw = x.contiguous().numpy().tobytes()
     kind = str(x.dtype).removeprefix("torch.")

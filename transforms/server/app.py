@@ -384,8 +384,8 @@ class Server:
         """The response to a request, either whole or as a stream."""
         parts = self._parts(checked_request, form)
         if checked_request.body.stream:
-            # The status line is sent with the first chunk. By waiting for the first token, an error
-            # before it still gets a status of its own.
+            # The status line is sent before the first chunk: wait for the first token, so that an
+            # error before it can still set the status.
             try:
                 async with while_connected(request.receive):
                     first = await anext(parts)

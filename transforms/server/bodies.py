@@ -1,4 +1,4 @@
-"""Bodies of requests, read within limits; and clients that go before they are answered."""
+"""Reads request bodies within limits, and cancels work for clients that disconnect."""
 
 import asyncio
 import contextlib
@@ -16,13 +16,14 @@ from weft.arguments.checks import nearest
 from weft.transforms.server.protocol import INSTEAD, Sampled, checked
 from weft.transforms.server.refusals import Refusal
 
+# Bodies of more bytes are parsed in a thread.
 _LARGE = 2**16
-# Characters of a stop text or of a bad word.
+# The most characters of a stop text or of a bad word.
 MAX_STOP_LEN = 512
-# Characters of a field's name that are compared with those of the fields that there are.
+# Only these first characters of an unknown field's name are compared with the known names.
 _LONGEST_NAME = 64
-# The most lists and objects within each other. Far beneath Python's own limit, which other code
-# would meet first.
+# The most nested lists and objects. Far below Python's recursion limit, so that no recursive code
+# further on can reach that.
 MAX_DEPTH = 128
 
 
@@ -31,17 +32,17 @@ class ServerLimits:
     """The limits of a request.
 
     Args:
-        max_body: bytes of a body.
-        max_unfinished: bytes of all bodies that have begun to come. If there are more, the one that
-            began first is refused: a body that comes at once is never that for long.
-        max_n: completions of a prompt.
-        max_logprobs: of a token; None: as the engine has it.
-        max_prompts: prompts of a request.
-        max_stops: stop texts of a request, all of which are looked for at each token; and bad
-            words.
-        has_priorities: a request may come before others, by its `priority`.
+        max_body: the most bytes of a body.
+        max_unfinished: the most bytes of all partly received bodies together. Beyond it, the body
+            that began first is refused: one that is sent without pauses is not the oldest for long.
+        max_n: the most completions of a prompt.
+        max_logprobs: the most logprobs of a token; None: the engine's limit.
+        max_prompts: the most prompts of a request.
+        max_stops: the most stop texts of a request, each of which is searched for at each token;
+            and the most bad words.
+        has_priorities: whether requests may set `priority`.
         timeout: seconds from a request's body until its last token; None: no limit.
-        body_timeout: seconds in which a body must come.
+        body_timeout: seconds in which the whole body must arrive.
     """
 
     max_body: int = 4 * 2**20
@@ -57,7 +58,7 @@ class ServerLimits:
 
 @attrs.define(eq=False)
 class _Unfinished:
-    """A body that has begun to come, and the clock that ends it."""
+    """A partly received body, and the timeout that ends it."""
 
     clock: asyncio.Timeout
     num_bytes: int = 0
@@ -65,24 +66,23 @@ class _Unfinished:
 
 
 class UnfinishedBodies:
-    """The bodies that have begun to come, with a limit for all together.
+    """The partly received bodies, with one limit for all of them together.
 
     Args:
-        most: bytes.
+        most: the limit in bytes.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._num_bytes = 0
-        self._bodies: dict[int, _Unfinished] = {}  # the one that began first comes first
+        self._bodies: dict[int, _Unfinished] = {}  # by id, in the order in which they began
 
     @contextlib.asynccontextmanager
     async def reading(self, seconds: float) -> AsyncIterator[Callable[[int], None]]:
-        """A function that is told how many more bytes of a body have come. Within, the body has so
-        many seconds.
+        """Within, a body must arrive in `seconds`; yields a function that counts its bytes.
 
         Raises:
-            Refusal: it took longer, or others needed the room.
+            Refusal: it took longer, or newer bodies needed the room.
         """
         body = _Unfinished(asyncio.timeout(seconds))
         try:
@@ -111,34 +111,37 @@ class UnfinishedBodies:
             first.is_refused = True
             self._num_bytes -= first.num_bytes
             first.num_bytes = 0
+            # A time that has passed: the task that reads the body is cancelled at its next await.
             first.clock.reschedule(0)
 
 
 async def read_body(
     request: Request, limits: ServerLimits, kind: type[BaseModel], bodies: UnfinishedBodies
 ) -> Any:
-    """The body of a request, as a value of its class.
+    """Read and validate the body of a request as an instance of `kind`.
 
     Args:
-        bodies: among which it is counted until it has come.
+        bodies: counts the body until all of it has arrived.
 
     Raises:
-        Refusal: it is too large, too late, no JSON, or has other fields.
+        Refusal: it is too large, too late, not JSON, or has unknown or wrong fields.
     """
     async with bodies.reading(limits.body_timeout) as count:
         raw = await _read_bytes(request, limits.max_body, count)
-    if len(raw) > _LARGE:  # other requests go on meanwhile
+    if len(raw) > _LARGE:  # keep the event loop free for other requests
         return await asyncio.to_thread(_parsed, raw, kind)
     return _parsed(raw, kind)
 
 
 def _parsed(raw: bytes, kind: type[BaseModel]) -> Any:
     try:
-        text = raw.decode("utf-8-sig")  # of bytes, json.loads takes halves of surrogate pairs too
+        # Given bytes, json.loads would also accept halves of surrogate pairs.
+        text = raw.decode("utf-8-sig")
         parsed = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise Refusal(400, f"the body is not JSON: {error!s:.200}", code="invalid_json") from None
     _check_depth(parsed)
+    # Decoding has refused unpaired surrogates, so only an escape can still spell one.
     if "\\u" in text:
         _check_characters(parsed)
     try:
@@ -148,7 +151,7 @@ def _parsed(raw: bytes, kind: type[BaseModel]) -> Any:
 
 
 def _refusal(error: ValidationError, kind: type[BaseModel]) -> Refusal:
-    """The refusal of the first field that is wrong."""
+    """The refusal for the first wrong field."""
     first = error.errors(include_url=False)[0]
     names = [str(part) for part in first["loc"]]
     said = first["msg"]
@@ -168,11 +171,11 @@ def _refusal(error: ValidationError, kind: type[BaseModel]) -> Refusal:
 
 
 def check_limits(body: Sampled, limits: ServerLimits, vocab_size: int, logprobs: int) -> None:
-    """Refuse more completions, longer lists or more logprobs than may be: each costs time at each
-    token. And refuse a priority, if requests have none here.
+    """Refuse too many completions, logprobs or list entries, each of which costs time at each
+    token; and a priority, if the server has none.
 
     Raises:
-        Refusal: 400, with the field.
+        Refusal: 400, naming the field.
     """
     if body.n > limits.max_n:
         raise Refusal(400, f"n={body.n}; at most {limits.max_n}", param="n")
@@ -208,11 +211,11 @@ def check_limits(body: Sampled, limits: ServerLimits, vocab_size: int, logprobs:
 
 
 def check_stream_options(body: Sampled) -> None:
-    """Refuse options that would change nothing: of an answer that is no stream, as OpenAI's API
-    does; and the usage in each chunk without `include_usage`, which vLLM ignores.
+    """Refuse options that would have no effect: any without `stream`, as OpenAI's API does; and
+    `continuous_usage_stats` without `include_usage`, which vLLM ignores.
 
     Raises:
-        Refusal: 400, with the field.
+        Refusal: 400, naming the field.
     """
     options = body.stream_options
     if options is None:
@@ -227,6 +230,7 @@ def check_stream_options(body: Sampled) -> None:
 
 
 async def _read_bytes(request: Request, most: int, count: Callable[[int], None]) -> bytes:
+    # Checked in advance, so that a large body is not received; the sum below is for chunked bodies.
     size = request.headers.get("content-length", "0")
     if size.isdecimal() and int(size[:18]) > most:
         raise Refusal(413, f"a body of {size} bytes; at most {most}", code="body_too_large")
@@ -240,6 +244,7 @@ async def _read_bytes(request: Request, most: int, count: Callable[[int], None])
 
 
 def _check_depth(value: Any) -> None:
+    # Level by level instead of by recursion, which the depth it looks for could exhaust.
     if isinstance(value, dict | list):
         level = [value]
     else:
@@ -270,10 +275,12 @@ def _refuse_constant(name: str) -> Any:
 
 @contextlib.asynccontextmanager
 async def while_connected(receive: Receive) -> AsyncIterator[None]:
-    """Work for a client that has sent its request. It is cancelled if the client goes.
+    """Within, work for a client; it is cancelled if the client disconnects.
+
+    The client's whole request must have been read before.
 
     Raises:
-        ClientDisconnect: it went.
+        ClientDisconnect: the client disconnected.
     """
     worker = asyncio.current_task()
     assert worker is not None
@@ -287,6 +294,8 @@ async def while_connected(receive: Receive) -> AsyncIterator[None]:
     try:
         yield
     except asyncio.CancelledError:
+        # `uncancel` returns how many other cancellations are pending: those, as by a timeout or at
+        # shutdown, must go on to whoever asked for them.
         if client.done() and not worker.uncancel():
             raise ClientDisconnect from None
         raise

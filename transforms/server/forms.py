@@ -11,18 +11,18 @@ from weft.transforms.server.commands import Add
 from weft.transforms.server.protocol import ChatRequest, CompletionRequest, Sampled
 from weft.transforms.server.refusals import as_json, event
 
-# A text that stands where a frame has a gap.
+# The placeholder for the text in a frame; the NUL characters keep it apart from any other value.
 _PLACE = "\0text\0"
 
 
 @attrs.frozen(eq=False)
 class Asked:
-    """A request for completions, checked.
+    """A checked request for completions.
 
     Args:
-        body: as it was sent.
-        requests: for the engine, one for each prompt.
-        writer: of the answer.
+        body: the request's body.
+        requests: the engine's requests, one for each prompt.
+        writer: writes the answer.
     """
 
     body: Sampled
@@ -60,7 +60,7 @@ class Form(ABC):
         self._frames: dict[int, Sequence[bytes]] = {}
 
     def written(self, parts: Sequence[Part]) -> bytes:
-        """The server-sent events of parts, and of the stream's end if they are the last ones."""
+        """The server-sent events of parts, followed by the end of the stream after the last."""
         raw = b"".join(map(self.events, parts))
         if any(choice.finish_reason is None for choice in self.choices):
             return raw
@@ -71,8 +71,11 @@ class Form(ABC):
         return raw + usage + b"data: [DONE]\n\n"
 
     def events(self, part: Part) -> bytes:
-        """The server-sent events of a part. Where two chunks differ by their texts alone, the text
-        is put between bytes that were encoded once."""
+        """The server-sent events of a part.
+
+        Most chunks of a choice differ in their text alone: it is inserted into bytes that are
+        encoded once.
+        """
         if not self._is_plain or part.start == 0 or part.finish_reason is not None:
             return b"".join(event(chunk) for chunk in self.chunks(part))
         if (frame := self._frames.get(part.choice.index)) is None:
@@ -98,7 +101,7 @@ class Form(ABC):
 
     @abstractmethod
     def chunks(self, part: Part) -> list[dict[str, Any]]:
-        """The chunks that a part makes."""
+        """The chunks of a part."""
 
     def chunk(self, kind: str, choice: dict[str, Any], part: Part) -> dict[str, Any]:
         """A chunk of a stream."""
@@ -138,7 +141,7 @@ class TextForm(Form):
         self.echoed = echoed
 
     def choice(self, part: Part, is_first: bool = True) -> dict[str, Any]:
-        """The choice, or what is new of it."""
+        """The choice, or its new part."""
         body = self.body
         place = part.choice.index
         logprobs = None
@@ -175,7 +178,7 @@ class ChatForm(Form):
         return None
 
     def choice(self, part: Part) -> dict[str, Any]:
-        """A whole choice, with its message."""
+        """The whole choice, with its message."""
         written = {
             "index": part.choice.index,
             "message": {"role": "assistant", "content": part.text, "refusal": None},
@@ -188,7 +191,7 @@ class ChatForm(Form):
         return written
 
     def chunks(self, part: Part) -> list[dict[str, Any]]:
-        """A chunk; before a choice's first one, that of its role."""
+        """One chunk; a choice's first part also has a chunk before it that gives the role."""
         kind = f"{self.kind}.chunk"
         chunks = list[dict[str, Any]]()
         choice: dict[str, Any] = {

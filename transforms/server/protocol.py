@@ -1,5 +1,4 @@
-"""The bodies of requests, in OpenAI's form and with vLLM's additions, and what they ask of the
-engine."""
+"""Request bodies, in OpenAI's form with vLLM's additions, and the sampling parameters they give."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from weft.errors import RequestError
 from weft.sampling import SamplingParams
 
-# Fields of OpenAI's API that say nothing about the completion.
+# Fields of OpenAI's API that do not affect the completion; they are accepted and dropped.
 _UNUSED = (
     "user",
     "store",
@@ -23,7 +22,7 @@ _UNUSED = (
     "parallel_tool_calls",
 )
 _NO_TOOLS = "messages alone: this server calls no tools; response_format makes the answer JSON"
-# Fields that vLLM or OpenAI's API has, and what to write instead of them.
+# Fields of vLLM or of OpenAI's API that this server refuses, and what to write instead.
 INSTEAD = {
     "guided_json": 'response_format={"type": "json_schema", "json_schema": {"schema": ...}}',
     "guided_regex": 'response_format={"type": "regex", "regex": ...}',
@@ -43,13 +42,13 @@ def _without_unused(body: Any) -> Any:
     return body
 
 
-# Whole numbers; `true` is none.
+# Strict, so that `true` is not read as the token 1.
 TokenIds = list[Annotated[int, Field(strict=True)]]
 Text = Annotated[str, Field(strict=True)]
 
 
 def _by_token_ids(biases: dict[str, float]) -> dict[str, float]:
-    """Biases, if their keys are token ids."""
+    """Check that the keys are token ids, and return the biases unchanged."""
     for key in biases:
         if not (key.isascii() and key.isdecimal() and len(key) < 10):
             problem = f"the key {key!r:.60}; instead: token ids, as strings of digits"
@@ -58,14 +57,15 @@ def _by_token_ids(biases: dict[str, float]) -> dict[str, float]:
 
 
 class _Body(BaseModel):
-    """A body without fields that nobody reads."""
+    """The base of all bodies: unknown fields, infinities and NaN are refused."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, body: Any) -> Any:
-        """In OpenAI's API null is a field's default, of whatever type it is."""
+        """Drop fields that are null, which means a field's default in OpenAI's API, whatever its
+        type."""
         if not isinstance(body, Mapping):
             return body
         return {
@@ -77,7 +77,7 @@ class _Body(BaseModel):
 
 @functools.cache
 def _never_null(kind: type[BaseModel]) -> frozenset[str]:
-    """The fields with a default that take no null by themselves."""
+    """The fields that have a default, and whose type does not include None."""
     fields = kind.model_fields.items()
     return frozenset(
         name for name, one in fields if not one.is_required() and "None" not in str(one.annotation)
@@ -92,7 +92,7 @@ class StreamOptions(_Body):
 
 
 class JsonSchema(_Body):
-    """The schema of `response_format`."""
+    """The `json_schema` object of `response_format`."""
 
     name: str = ""
     description: str | None = None
@@ -110,13 +110,12 @@ class ResponseFormat(_Body):
 
 
 class WeftField(_Body):
-    """The field `weft`: the inputs that the model's stages read of the request, and whether their
-    captures come back.
+    """The field `weft`: extra inputs for the model's stages, and whether to return their captures.
 
     Args:
-        extras: numbers or lists of them by name (`model.with_stages(..., extras=...)`), of the
-            dtype of the model's default; or the form in which captures come back.
-        captured: return what the stages captured of each token.
+        extras: by name (`model.with_stages(..., extras=...)`), numbers or lists of numbers, read in
+            the dtype of the model's default; or the base64 form in which captures are returned.
+        captured: return what the stages captured for each token.
     """
 
     extras: dict[str, Any] = Field(default_factory=dict)
@@ -124,7 +123,7 @@ class WeftField(_Body):
 
 
 class Sampled(_Body):
-    """What both kinds of completions have."""
+    """The fields that text and chat completions share."""
 
     model: Text | None = None
     temperature: float = 1.0
@@ -154,10 +153,10 @@ class Sampled(_Body):
     weft: WeftField = Field(default_factory=WeftField)
 
     def sampling(self, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
-        """The engine's parameters.
+        """The engine's sampling parameters.
 
         Raises:
-            RequestError: a value that no request can have.
+            RequestError: a value is out of range.
         """
         return SamplingParams(
             temperature=self.temperature,
@@ -178,14 +177,16 @@ class Sampled(_Body):
             allowed_token_ids=self.allowed_token_ids,
             bad_words=self.bad_words or (),
             ignore_eos=self.ignore_eos,
-            detokenize=bool(self.stop),  # other texts are made where the client is answered
+            # The engine needs text only to find stop texts. All other text is made in the process
+            # that answers the client, which leaves the engine's thread to the steps.
+            detokenize=bool(self.stop),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
 
 
 def _one_or_more(prompt: Any) -> Any:
-    """The prompts of a completion: a text, its tokens, or a list of either, as a list."""
+    """A list of prompts from one text, one list of token ids, or a list of these."""
     one = isinstance(prompt, str) or (
         isinstance(prompt, list) and prompt and all(isinstance(x, int) for x in prompt)
     )
@@ -239,20 +240,20 @@ class DetokenizeRequest(_Body):
 
 
 def checked(kind: type[BaseModel], body: Any) -> Any:
-    """The body as a value of its class.
+    """Validate a parsed body as an instance of `kind`.
 
     Raises:
-        pydantic.ValidationError: fields that it does not have, or that are of another type.
+        pydantic.ValidationError: a field is unknown or of the wrong type.
     """
     return kind.model_validate(_without_unused(body))
 
 
 def texts_of(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with contents as texts: OpenAI's lists of parts of type `text` are put together.
+    """The messages with each content as one text, which joins OpenAI's lists of `text` parts.
 
     Raises:
-        RequestError: a message without a role or a content, of which only an assistant's may be
-            null; or a part of another type, such as an image.
+        RequestError: a message has no role or no content (null is allowed for an assistant only),
+            or a part of another type, such as an image.
     """
     for index, message in enumerate(messages):
         _check_message(message, f"messages[{index}]")
