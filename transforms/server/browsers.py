@@ -1,11 +1,10 @@
-"""`refuse_browsers`: pages of other sites reach a server without a key through their reader's
-browser, unless refused.
+"""`refuse_browsers`: keeps web pages of other sites from using a server that has no API key.
 
-A page may send a POST of plain text to any address, 127.0.0.1 among them, and needs no permission
-for that. It may also let its own name mean 127.0.0.1 (DNS rebinding), and then reads the answers
-too. In the first case the browser names the page in `Origin`; in the second, its name is in `Host`.
-Programs send no `Origin`, so neither check is in their way. A server with a key needs neither: no
-page can add the key to what it sends.
+Any page may send a POST of plain text to any address, including 127.0.0.1, without permission. A
+page may also make its own host name resolve to 127.0.0.1 (DNS rebinding), and can then read the
+answers too. In the first case the browser names the page's site in `Origin`; in the second, that
+site's name is in `Host`. Other programs send no `Origin`, so the checks do not affect them. A
+server with a key needs neither check, because a page cannot know the key.
 """
 
 import ipaddress
@@ -21,11 +20,11 @@ def refuse_browsers(headers: Mapping[str, str], is_local: bool) -> None:
     """Refuse a request that a page of another site made.
 
     Args:
-        headers: of the request, with names in small letters.
-        is_local: the server listens on this machine alone.
+        headers: the request's headers, with names in lower case.
+        is_local: whether the server listens on this machine alone.
 
     Raises:
-        Refusal: 403, with the header that says so.
+        Refusal: 403, with the header that shows it.
     """
     host = _name_of(headers.get("host", ""))
     if is_local and not is_loopback(host):
@@ -46,7 +45,7 @@ def refuse_browsers(headers: Mapping[str, str], is_local: bool) -> None:
 
 
 def is_loopback(name: str) -> bool:
-    """Whether a host's name or address means this machine."""
+    """Whether a host name or address refers to this machine."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:
@@ -56,8 +55,8 @@ def is_loopback(name: str) -> bool:
 
 
 def _name_of(place: str) -> str:
-    """The name in `name:port`, `[address]:port` or either alone, in small letters; empty if it is
-    none of these."""
+    """The host in `name:port` or `[address]:port`, whose port may be missing, in lower case; empty
+    for any other text."""
     parts = _PLACE.fullmatch(place.strip().lower().rstrip("/"))
     if parts is None:
         return ""

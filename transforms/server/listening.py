@@ -1,4 +1,4 @@
-"""`listen`: a server on a port, with limits of time and number for connections, until a signal."""
+"""`listen`: an HTTP listener that bounds the time and number of connections, and ends on a signal."""
 
 import asyncio
 import contextlib
@@ -20,46 +20,49 @@ from weft.display.quantities import counted
 from weft.transforms.server.host import GIVE_UP_SECONDS, Host
 from weft.transforms.server.refusals import Refusal, as_json
 
-# Seconds in which the head of a request must come, also of a connection's first one.
+# Seconds in which the head of a request must arrive, counted from the connection's start for the
+# first one.
 HEAD_SECONDS = 30.0
-# Seconds that an answer may wait for a client that does not read it.
+# Seconds that an answer may wait for a client that has stopped reading.
 STALL_SECONDS = 120.0
 MAX_CONNECTIONS = 16_384
-# Bytes of a request's head, or of anything else between two parts of a body, that came in several
-# pieces.
+# The most bytes of a request's head, or of anything else between two parts of a body, such as chunk
+# sizes.
 MAX_HEAD = 2**16
 _INVALID = "Invalid HTTP request received."
 _LOG = logging.getLogger("weft.server.http")
-# A warning for each request that is none would let anybody fill the log
+# A warning for each malformed request would let anybody fill the log.
 _LOG.setLevel(logging.ERROR)
-# File descriptors that connections leave to everything else.
+# File descriptors that are kept free for everything but connections.
 SPARE_FILES = 128
-# Connections that a server must be able to have.
+# The server does not start if its file limit leaves room for fewer connections.
 MIN_CONNECTIONS = 64
 # Seconds after a signal in which requests may still begin, once their grammars are compiled.
 PREPARE_SECONDS = 10
-# Seconds that connections have to end after all completions have ended.
+# Seconds that connections have to close after all completions have ended.
 SHUTDOWN_SECONDS = 5
 
 
 class Connection(HttpToolsProtocol):
-    """Uvicorn's connection, closed if it sends no request in time or does not read its answer; with
-    a bound for what is read before it means something; errors are JSON.
+    """Uvicorn's connection with time limits, a bound on unparsed bytes, and errors in JSON.
 
-    One request is under way at a time. If another one follows before the answer, the first one is
-    answered, and the connection closes: its client sends the others again (RFC 9112, 9.3.2).
-    Uvicorn would queue them without bound, and not tell the first one that its client has gone.
+    It is closed if its client sends no request in time, or does not read the answer.
+
+    One request is under way at a time. If another follows before the answer, the first is still
+    answered, and then the connection closes; the client is to send the others again (RFC 9112,
+    9.3.2). Uvicorn would queue them without bound, and would not notice that the client of the
+    first one has gone.
     """
 
     max_connections = MAX_CONNECTIONS
     logger: logging.Logger
     _head: asyncio.TimerHandle | None = None
     _stall: asyncio.TimerHandle | None = None
-    # The head of a request has come, its end has not.
+    # The head of a request has arrived, and the end of its body has not.
     _is_in_request = False
-    # The connection closes after the answer under way; what the client sends meanwhile is dropped.
+    # The connection closes after the current answer; what the client sends meanwhile is dropped.
     _is_last = False
-    # Bytes since the last head, part of a body, or end.
+    # Bytes received since the parser last completed a head, a part of a body, or a request.
     _num_unread = 0
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -67,7 +70,7 @@ class Connection(HttpToolsProtocol):
         self.logger = _LOG
 
     def connection_made(self, transport: Any) -> None:
-        """Take the connection, unless there are too many."""
+        """Accept the connection, unless there are too many."""
         super().connection_made(transport)
         if len(self.connections) > self.max_connections:
             self._refuse(
@@ -78,7 +81,7 @@ class Connection(HttpToolsProtocol):
         self._set_head()
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes. Unless an answer is under way, a clock runs from now on."""
+        """Parse the bytes. Unless an answer is under way, the client's time runs from now on."""
         if self._is_last:
             return
         self._num_unread += len(data)
@@ -92,8 +95,11 @@ class Connection(HttpToolsProtocol):
         self._set_head()
 
     def _feed(self, data: bytes) -> None:
-        """Parse bytes. An upgrade to another protocol is not taken (Java's client asks for HTTP/2):
-        as the parser then reads no body, the same request is parsed without it."""
+        """Parse the bytes, and ignore a request to upgrade to another protocol.
+
+        Java's HTTP client asks for HTTP/2 in this way. The parser reads no body after an upgrade,
+        so a new one parses the same request without that header.
+        """
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -106,12 +112,12 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _is_answered(self) -> bool:
-        """No answer is under way."""
+        """Whether no answer is under way."""
         return self.cycle is None or self.cycle.response_complete
 
     def _set_head(self) -> None:
-        """Start the clock of a head, or of what goes on after an answer; stop it while an answer is
-        under way."""
+        """Start the timer for the rest of a request, or for the next one; stop it while an answer
+        is under way."""
         if self.transport.is_closing() or not self._is_answered:
             _stop(self._head)
             self._head = None
@@ -119,18 +125,20 @@ class Connection(HttpToolsProtocol):
             self._head = self.loop.call_later(HEAD_SECONDS, self.transport.close)
 
     def on_message_begin(self) -> None:
-        """Called by the parser; errors make the answer 400."""
+        """Called by the parser; an error is answered by 400."""
         if not self._is_answered:
             raise ValueError("a request before the answer to the last one")
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Called by the parser. A field after the body is none of the request's (RFC 9110, 6.5.1)."""
+        """Called by the parser. Ignores trailers, which are no headers of the request (RFC 9110,
+        6.5.1)."""
         if not self._is_in_request:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Called by the parser. A request names one host (RFC 9112, 3.2)."""
+        """Called by the parser. Refuses a request that does not name exactly one host (RFC 9112,
+        3.2)."""
         if self.parser.get_method() == b"CONNECT":
             raise ValueError("this server is no proxy")
         if self.parser.should_upgrade():
@@ -141,6 +149,7 @@ class Connection(HttpToolsProtocol):
             raise ValueError(f"{num_hosts} hosts")
         self._num_unread = 0
         self._is_in_request = True
+        # An HTTP/1.0 client does not know the interim response 100 (RFC 9110, 10.1.1).
         self.expect_100_continue &= version == "1.1"
         super().on_headers_complete()
 
@@ -158,26 +167,27 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Called at the end of an answer. If the client has not read it all, it has some time to do
-        so."""
+        """Called at the end of an answer. A client that has not read all of it has `STALL_SECONDS`
+        to do so."""
         if self.transport.get_write_buffer_size():
             self._start_stall()
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clocks."""
+        """Stop the timers."""
         _stop(self._head)
         _stop(self._stall)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """The client has not read what was sent: it has some time to do so."""
+        """Called when the write buffer is full. The client has `STALL_SECONDS` to read it."""
         super().pause_writing()
         self._start_stall()
 
     def resume_writing(self) -> None:
-        """The client reads."""
+        """Called when the client has read enough of the write buffer."""
         super().resume_writing()
+        # A closing connection keeps its timer: the rest of the buffer must still be read in time.
         if not self.transport.is_closing():
             _stop(self._stall)
             self._stall = None
@@ -194,8 +204,8 @@ class Connection(HttpToolsProtocol):
             self._start_stall()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are no request. After a request that is under way they are not
-        answered."""
+        """Answer malformed bytes. If a whole request is still being answered, only close the
+        connection after that."""
         if self._is_answered or self._is_in_request:
             self._refuse(Refusal(400, msg, code="invalid_http"))
         else:
@@ -204,9 +214,8 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, refusal: Refusal) -> None:
         if self.transport.is_closing():
             return
-        if not (
-            self._is_in_request and self.cycle.response_started
-        ):  # else it would stand in or after an answer
+        # Once an answer to this request has begun, an error would stand in the middle of it.
+        if not (self._is_in_request and self.cycle.response_started):
             raw = as_json(refusal.body)
             head = (
                 b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
@@ -222,13 +231,12 @@ def _stop(clock: asyncio.TimerHandle | None) -> None:
 
 
 class Listener(uvicorn.Server):
-    """A server that says where it listens, and that a signal ends once the requests under way have
-    ended.
+    """A Uvicorn server that prints its address, and on a signal finishes requests before it exits.
 
     Args:
         app: the application.
-        engine_host: of the application.
-        name: of the model.
+        engine_host: the application's host.
+        name: the model's name, which is printed with the address.
     """
 
     def __init__(self, app: Starlette, engine_host: Host, name: str) -> None:
@@ -246,7 +254,8 @@ class Listener(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM go to `handle_exit`, and are no failure of the process."""
+        """Within, `handle_exit` handles SIGINT and SIGTERM. Unlike Uvicorn's method, it does not
+        raise them again afterwards, so the process exits normally."""
         signals = signal.SIGINT, signal.SIGTERM
         before = {each: signal.signal(each, self.handle_exit) for each in signals}
         try:
@@ -256,7 +265,7 @@ class Listener(uvicorn.Server):
                 signal.signal(each, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        """Take no more requests; the second signal ends the process."""
+        """Accept no more requests; on the second signal, end the process."""
         if self.engine_host.is_closing:
             os._exit(128 + sig)
         self.engine_host.refuse_requests()
@@ -270,8 +279,8 @@ class Listener(uvicorn.Server):
         )
 
     async def on_tick(self, counter: int) -> bool:
-        """End with the engine's process, or after a signal when no completion is under way and no
-        request may begin one. Until then requests are answered, by 503."""
+        """End with the engine's process; or after a signal, once no completion is under way and no
+        request may begin one. Until then new requests are answered by 503."""
         host = self.engine_host
         if host.is_closing and self._watching is None:
             self._watching = asyncio.create_task(self._end_if_still())
@@ -281,8 +290,7 @@ class Listener(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def _end_if_still(self) -> None:
-        """After a signal, end as soon as the engine stands still: no completion under way will end
-        then."""
+        """After a signal, end as soon as the engine is stuck, since no completion can end then."""
         while await self.engine_host.is_moving(GIVE_UP_SECONDS):
             await asyncio.sleep(1.0)
         if not self.engine_host.has_ended:
@@ -295,7 +303,7 @@ class Listener(uvicorn.Server):
         self.should_exit = True
 
     async def startup(self, sockets: Any = None) -> None:
-        """Listen, and say where."""
+        """Listen, and print the addresses."""
         await super().startup(sockets)
         for server in self.servers:
             for socket in server.sockets:
@@ -308,16 +316,16 @@ class Listener(uvicorn.Server):
 
 
 def listen(app: Starlette, engine_host: Host, name: str) -> Listener:
-    """A listener with as many file descriptors as the system allows; `run(sockets)` serves."""
+    """Make a listener, with the process's file limit raised; its `run(sockets)` serves."""
     Connection.max_connections = min(MAX_CONNECTIONS, raise_file_limit() - SPARE_FILES)
     return Listener(app, engine_host, name)
 
 
 def raise_file_limit() -> int:
-    """The number of files that this process may have open, raised to the system's limit."""
+    """Raise the limit of open files as far as needed and allowed; return the number to rely on."""
     try:
         import resource
-    except ImportError:  # Windows
+    except ImportError:  # on Windows
         return 512
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = MAX_CONNECTIONS + SPARE_FILES

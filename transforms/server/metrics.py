@@ -32,14 +32,14 @@ _COUNTS = {
 
 
 class _EngineCounts(Collector):
-    """The engine's own counts, as it last told them."""
+    """The engine's own counts, as it last reported them."""
 
     def __init__(self, model: str) -> None:
         self.stats: Stats | None = None
         self._model = model
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics; none before the engine has told any."""
+        """The metrics; empty until the engine first reports."""
         if self.stats is None:
             return
         for kind, names in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTS)):
@@ -53,10 +53,11 @@ class Metrics:
     """Counters of requests and tokens, histograms of latencies, and the engine's counts.
 
     Args:
-        model: the label of all of them.
+        model: the value of the label `model_name` on all of them.
     """
 
     def __init__(self, model: str) -> None:
+        # Not the global registry, which would refuse a second server's metrics of the same names.
         self._registry = CollectorRegistry()
         self._model = model
         options: Any = {"registry": self._registry, "labelnames": ("model_name",)}
@@ -90,7 +91,7 @@ class Metrics:
         self._registry.register(self._engine)
 
     def begin(self, prompt_tokens: int) -> "Clock":
-        """The clock of a request."""
+        """Count a request's prompt tokens, and start its clock."""
         self._prompt_tokens.inc(prompt_tokens)
         return Clock(self)
 
@@ -107,7 +108,7 @@ class Metrics:
         self._refused.labels(self._model, str(status)).inc()
 
     def text(self, stats: Stats | None) -> tuple[bytes, int, dict[str, str]]:
-        """The metrics as a body, a status and headers."""
+        """The metrics as a body, a status and headers; without new `stats`, the last ones count."""
         self._engine.stats = stats or self._engine.stats
         return generate_latest(self._registry), 200, {"content-type": CONTENT_TYPE_LATEST}
 
@@ -123,7 +124,7 @@ class Clock:
     ended: bool = False
 
     def add(self, tokens: int) -> None:
-        """Note tokens that came."""
+        """Record new tokens."""
         if tokens and not self.tokens:
             self.first = time.perf_counter()
             self.metrics.first_token.observe(self.first - self.began)
@@ -131,7 +132,7 @@ class Clock:
         self.metrics.count(tokens)
 
     def end(self, reasons: Sequence[str]) -> None:
-        """Note the end of all completions."""
+        """Record the end of all completions, with their finish reasons."""
         now = time.perf_counter()
         self.ended = True
         self.metrics.whole.observe(now - self.began)
@@ -141,7 +142,7 @@ class Clock:
             self.metrics.end(reason)
 
     def drop(self) -> None:
-        """Note a request that did not come to its end."""
+        """Record the request as aborted, unless it has ended."""
         if not self.ended:
             self.metrics.end("abort")
             self.ended = True

@@ -1,4 +1,4 @@
-"""Errors as answers, in OpenAI's form with ours inside; and answers as JSON."""
+"""Error responses in OpenAI's form, with weft's own error inside; and JSON responses."""
 
 import json
 import logging
@@ -14,7 +14,13 @@ _LOG = logging.getLogger("weft.server")
 
 
 class Refusal(Exception):
-    """An answer that is an error."""
+    """An error response.
+
+    Args:
+        status: the HTTP status.
+        message, kind: the fields `message` and `type` of OpenAI's error object.
+        more: its other fields, such as `param` and `code`.
+    """
 
     def __init__(
         self, status: int, message: str, kind: str = "invalid_request_error", **more: Any
@@ -26,7 +32,7 @@ class Refusal(Exception):
 
 
 def refusal_of(error: BaseException) -> Refusal:
-    """The answer to an error. One that is the server's own is logged with its traceback."""
+    """The response to an error. An unexpected one is logged with its traceback."""
     refusal = _refusal_of(error)
     if refusal.status == 500 and not isinstance(error, WeftError | Refusal):
         _LOG.error("a request was answered by %d", refusal.status, exc_info=error)
@@ -45,7 +51,7 @@ def _refusal_of(error: BaseException) -> Refusal:
         if isinstance(error, ClosedError):
             return Refusal(503, str(error), "server_error", code="closed", **ours)
         if isinstance(error, RequestError):
-            # The call is the server's own
+            # Without its call, which the server wrote and the client does not know.
             return Refusal(400, f"{error.problem}; instead: {error.instead}", **ours)
         return Refusal(500, str(error), "server_error", **ours)
     if isinstance(error, RecursionError):
@@ -62,8 +68,9 @@ _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 
 
 def as_json(body: Any) -> bytes:
-    """JSON in ASCII, which has no infinity: such a logprob is ±9999, as vLLM writes it; NaN is
+    """JSON in ASCII; since JSON has no infinity or NaN, ±infinity is ±9999, as in vLLM, and NaN is
     null."""
+    # Infinities are rare: only a body that has one is copied.
     try:
         return _ENCODER.encode(body).encode()
     except ValueError:

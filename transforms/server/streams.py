@@ -1,5 +1,5 @@
-"""`Progress`: a completion in the process that answers the client, from what the engine's loop says
-of it."""
+"""`Progress`: a completion in the process that answers the client, built from the engine loop's
+deltas."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,14 +17,14 @@ from weft.transforms.server.loop import PER_PROMPT, PER_TOKEN, Delta
 
 @attrs.frozen(eq=False)
 class Output:
-    """What is new of a completion.
+    """What is new in a completion.
 
     Args:
-        place: of its prompt in the client's request.
-        index: among the completions of its prompt.
+        place: the index of its prompt in the client's request.
+        index: the completion's index among those of its prompt.
         token_ids: the new tokens.
-        text: the new text; None where there is no tokenizer.
-        finish_reason: None: it goes on.
+        text: the new text; None if there is no tokenizer.
+        finish_reason: why it ended; None: it has not.
         progress: the whole completion so far.
     """
 
@@ -37,17 +37,18 @@ class Output:
 
 
 class Progress:
-    """A completion as it grows. It has the text of its tokens, which the engine has made only if it
-    looks for stop texts.
+    """A completion while it grows, with its text.
+
+    The engine makes text only if it has to look for stop texts; otherwise it is made here.
 
     Args:
-        request: as the engine was sent it.
-        place, index: of its outputs.
-        tokenizer, special_ids: as `CompletionState` takes them.
+        request: the request as it was sent to the engine.
+        place, index: as in the outputs.
+        tokenizer, special_ids: as in `CompletionState`.
 
     Attributes:
         state: the tokens, logprobs and text.
-        captured: what the stages captured, once it has ended.
+        captured: what the stages captured, once the completion has ended.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Progress:
             tokenizer = None
         if tokenizer is not None:
             sampling = attrs.evolve(sampling, detokenize=True)
-        # The engine refuses an empty prompt in its own words.
+        # `Request` refuses an empty prompt. Put in a token: the engine is to report the error.
         engine_request = Request(
             request.name, tuple(request.prompt) or (0,), request.max_tokens, sampling
         )
@@ -73,10 +74,10 @@ class Progress:
         self._index = index
 
     def add(self, deltas: Sequence[Delta]) -> Output:
-        """Add what the loop said, one or several times.
+        """Add one or more deltas of the engine's loop.
 
         Raises:
-            WeftError: that of the completion; or its tokens cannot be decoded.
+            WeftError: the completion ended with this error, or its tokens cannot be decoded.
         """
         state = self.state
         new = list[int]()

@@ -1,5 +1,5 @@
-"""`ChatRenderer`: chats as prompts, by templates that run in processes of their own, which can be
-ended."""
+"""`ChatRenderer`: renders chats as prompts in separate processes, so that a slow template can be
+killed."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,8 @@ from weft.stages.checkpoints.chat_jinja import COMMAND, LENGTH, packed
 
 # Seconds in which a template must have rendered a chat.
 TEMPLATE_SECONDS = 5.0
-# Seconds that a template has while another chat waits for its place, and less if more wait.
+# Seconds that a template has while another chat waits for its place; divided by the number of
+# waiting chats, if several wait.
 PATIENCE_SECONDS = 0.5
 _LEAST_PATIENCE_SECONDS = 0.05
 MOST_AT_ONCE = 4
@@ -30,11 +31,11 @@ _CALL = "chat_template.render(messages)"
 
 @attrs.define(eq=False)
 class _Rendering:
-    """A chat that is rendered in a process.
+    """A chat that a process renders.
 
     Args:
-        number: of the process.
-        since: when it began, by `time.monotonic()`.
+        number: identifies the process.
+        since: the time of its start, by `time.monotonic()`.
     """
 
     number: int
@@ -42,13 +43,14 @@ class _Rendering:
 
 
 class ChatRenderer:
-    """Renders chats beside the event loop, each in a process within a limit of time. While others
-    wait, the one that began first is ended earlier, so that several slow ones keep nobody waiting.
-    Where processes cannot be copied (Windows), a thread renders, without a limit.
+    """Renders each chat in a process with a time limit, without blocking the event loop.
+
+    While others wait, the rendering that began first is killed earlier, so that a few slow ones
+    do not hold up the rest. Without `os.fork` (Windows), a thread renders, with no time limit.
 
     Args:
-        template: of the model.
-        seconds: that it may take.
+        template: the model's template.
+        seconds: the time limit.
     """
 
     def __init__(self, template: ChatTemplate, seconds: float = TEMPLATE_SECONDS) -> None:
@@ -62,7 +64,7 @@ class ChatRenderer:
         self._num_waiting = 0
 
     def open(self) -> None:
-        """Start the process of which the others are copies."""
+        """Start the process that is forked for each rendering."""
         if not hasattr(os, "fork"):
             return
         self._control, theirs = socket.socketpair()
@@ -78,7 +80,7 @@ class ChatRenderer:
             )
 
     def close(self) -> None:
-        """End all processes."""
+        """Kill all processes."""
         if self._control is not None and self._process is not None:
             self._control.close()
             self._process.kill()
@@ -87,10 +89,11 @@ class ChatRenderer:
     async def render(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
     ) -> str:
-        """As `ChatTemplate.render`.
+        """Render messages as `ChatTemplate.render` does.
 
         Raises:
-            RequestError: these are no messages, the template refuses them, or takes too long.
+            RequestError: the messages are malformed, or the template refuses them or takes too
+                long.
         """
         if self._control is None:
             return await asyncio.to_thread(self._template.render, messages, **variables)
@@ -109,7 +112,7 @@ class ChatRenderer:
         return str(answer["text"])
 
     async def _answer(self, message: bytes, rendering: _Rendering) -> dict[str, Any] | None:
-        """The answer of a new process; None: it was ended."""
+        """The answer of a new process; None: it was killed, or ended without an answer."""
         connection = self._begin(rendering)
         reader, writer = await asyncio.open_unix_connection(sock=connection)
         answer: dict[str, Any] | None = None
@@ -127,7 +130,7 @@ class ChatRenderer:
         return answer
 
     def _begin(self, rendering: _Rendering) -> socket.socket:
-        """The connection to a new process."""
+        """Start a process, and return the connection to it."""
         assert self._control is not None
         connection, theirs = socket.socketpair()
         with theirs:
@@ -142,8 +145,8 @@ class ChatRenderer:
 
     @contextlib.asynccontextmanager
     async def _place(self) -> AsyncIterator[_Rendering]:
-        """A place among those that render. If there is none, the one that began first is ended once
-        it has had its time."""
+        """Within, hold one of the `MOST_AT_ONCE` places. If none is free, the rendering that began
+        first is killed once it has had its time."""
         async with self._freed:
             self._num_waiting += 1
             try:
@@ -161,7 +164,7 @@ class ChatRenderer:
                 self._freed.notify()
 
     async def _wait(self) -> None:
-        """Wait for a place, or end the one that began first."""
+        """Wait for a place, or kill the rendering that began first."""
         first = min(self._busy, key=lambda rendering: rendering.since)
         patience = max(PATIENCE_SECONDS / self._num_waiting, _LEAST_PATIENCE_SECONDS)
         left = first.since + patience - time.monotonic()

@@ -1,4 +1,4 @@
-"""`Vocabulary`: the text and the bytes of single tokens."""
+"""`Vocabulary`: the texts and the bytes of single tokens."""
 
 import functools
 import json
@@ -12,7 +12,7 @@ from weft.transforms.engine.detokenizing import byte_of, special_ids, text_betwe
 
 
 def _parts(part: Any) -> list[dict[str, Any]]:
-    """A part of a tokenizer, and all parts within it."""
+    """All objects in a part of the tokenizer's JSON, at any depth."""
     if isinstance(part, list):
         return [each for child in part for each in _parts(child)]
     if not isinstance(part, dict):
@@ -25,7 +25,7 @@ def _types(part: Any) -> set[Any]:
 
 
 def _most_joined(normalizer: Any) -> int | None:
-    """The most characters of a text that a normalizer may turn into one; None if that is not known."""
+    """The most characters that a normalizer may turn into one; None if that is not known."""
     types = _types(normalizer)
     if not types <= {"Sequence", "Prepend", "Replace", "NFD", "NFKD", "NFC", "ByteLevel", None}:
         return None
@@ -33,7 +33,7 @@ def _most_joined(normalizer: Any) -> int | None:
         written = replacement["pattern"].get("String")
         if written is None or len(replacement["content"]) < len(written):
             return None
-    return 4 if "NFC" in types else 1  # U+1F82 is composed of four
+    return 4 if "NFC" in types else 1  # four characters may compose to one, as in U+1F82
 
 
 @attrs.frozen(eq=False)
@@ -41,8 +41,8 @@ class Vocabulary:
     """The tokens of a model.
 
     Args:
-        tokenizer: of the model.
-        size: the number of tokens of the model, of which a tokenizer may have fewer.
+        tokenizer: the model's tokenizer.
+        size: the number of tokens of the model; the tokenizer may have fewer.
     """
 
     tokenizer: Tokenizer
@@ -60,7 +60,7 @@ class Vocabulary:
 
     @functools.cached_property
     def kind(self) -> str:
-        """The way in which tokens spell bytes: `byte_level`, `byte_fallback` or `raw`."""
+        """How tokens spell bytes: `byte_level`, `byte_fallback` or `raw`."""
         kinds = _types(self._file.get("decoder"))
         if "ByteLevel" in kinds:
             return "byte_level"
@@ -70,8 +70,11 @@ class Vocabulary:
 
     @functools.cached_property
     def longest(self) -> int | None:
-        """The most characters of a text that a token stands for. None: any number, as some
-        tokenizers drop spaces, or have one token for all words that they do not know."""
+        """The most characters of a text that one token can stand for.
+
+        None: there is no bound, because the tokenizer drops spaces, or has one token for all
+        unknown words.
+        """
         file = self._file
         model = self._file["model"]
         joined = _most_joined(file.get("normalizer"))
@@ -93,19 +96,19 @@ class Vocabulary:
         return joined * max(len(self.written(token)) for token in range(self.size))
 
     def text(self, token: int) -> str:
-        """The token as text, as it is between others: with its space, and with U+FFFD for bytes
-        that are no character by themselves."""
+        """The token's text as between other tokens: with its space, and with U+FFFD for bytes that
+        are no whole character."""
         if token not in self._texts:
             self._texts[token] = text_between(self.tokenizer, token)
         return self._texts[token]
 
     def text_offsets(self, token_ids: Sequence[int]) -> list[int]:
-        """For each of these tokens, where its text begins in the text of all, which shows no
-        special tokens."""
+        """For each token, the offset of its text in the text of them all, which omits special
+        tokens."""
         return text_offsets(self.tokenizer, token_ids, special_ids(self.tokenizer))
 
     def written(self, token: int) -> str:
-        """The token as the tokenizer's file writes it; empty for one that it does not have."""
+        """The token as written in the tokenizer's file; empty if the tokenizer does not have it."""
         return self.tokenizer.id_to_token(token) or ""
 
     def bytes_of(self, token: int) -> list[int]:
