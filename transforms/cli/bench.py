@@ -36,8 +36,8 @@ _MAX_CONTEXT = 4096
 
 
 def run(options: Bench) -> int:
-    """Measure, or evaluate with `--eval`, and print the report; the exit code is 1 if evaluated
-    modes differ."""
+    """Measure, or evaluate with `--eval`, and print the report; the exit code is 1 if the scores of
+    modes or splits differ."""
     _check(options)
     check_file(options, "--out", options.out)
     report, parts = (bench if options.eval is None else evaluate)(options)
@@ -81,10 +81,10 @@ def _check(options: Bench) -> None:
 
 
 def bench(options: Bench) -> tuple[dict[str, Any], Iterator[Any]]:
-    """The report of a serving, and its tables.
+    """Serve the workload, and return the report and its tables.
 
     Raises:
-        RequestError: requests longer than the model has positions for.
+        RequestError: the requests are longer than the model's positions.
     """
     config, (input_len, output_len) = read_config(options), options.lengths
     total = input_len + output_len
@@ -99,7 +99,7 @@ def bench(options: Bench) -> tuple[dict[str, Any], Iterator[Any]]:
 
 
 def _bench(here: Here, options: Bench) -> dict[str, Any]:
-    """This process's part: start, warm up, and serve."""
+    """Run in each process: start, warm up, and serve."""
     engine, started = start_engine(here, options)
     (report,) = measure(engine, workload_of(options), started, progress=here.progress)
     return report
@@ -108,8 +108,8 @@ def _bench(here: Here, options: Bench) -> dict[str, Any]:
 def start_engine(
     here: Here, options: Bench, opened: Model | None = None
 ) -> tuple[Engine, RankFigures]:
-    """An engine with all its graphs captured, and how long each part took; of a model that may be
-    `opened` before."""
+    """An engine with all its graphs captured, and how long each part of the start took; `opened` is
+    the model if it is loaded already."""
     graph = options.graphs[0]
     length = sum(options.lengths)
     make = partial(make_engine, options, here, graph=graph, max_model_len=length)
@@ -117,7 +117,7 @@ def start_engine(
 
 
 def workload_of(options: Bench) -> Workload:
-    """The requests that the options ask for."""
+    """The workload that the options describe."""
     input_len, output_len = options.lengths
     return Workload(
         num_requests=options.num_prompts,
@@ -155,7 +155,7 @@ def as_report(options: Bench, figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def tables(report: dict[str, Any]) -> Iterator[Any]:
-    """The report, to be read."""
+    """The report as tables for a reader."""
     settings = report["wanted"]
     graphs = report["graphs"]
     stages = counted(max(len(report["ranks"]), settings["stages"] or 1), "stage")
@@ -224,10 +224,10 @@ def _started(rank: int, started: dict[str, Any]) -> dict[str, Any]:
 
 
 def evaluate(options: Bench) -> tuple[dict[str, Any], Iterator[Any]]:
-    """The report, with the scores mode by mode and split by split, and its table.
+    """Score the file in each mode and split, and return the report and its table.
 
     Raises:
-        RequestError: what `read_tasks` or `score` refuses.
+        RequestError: `read_tasks` or `score` refuses the file.
     """
     with options.about(f"--eval {options.eval}"):
         tasks = read_tasks(str(options.eval))
@@ -254,19 +254,19 @@ def evaluate(options: Bench) -> tuple[dict[str, Any], Iterator[Any]]:
 
 
 def score_modes(here: Here, options: Bench, tasks: Sequence[Task]) -> list[Score]:
-    """The scores of one model in each mode, with an engine for each."""
+    """Run in each process: score one model in each mode, with a new engine for each."""
     model = open_model(options, here)
     scores = []
     for graph in tqdm(options.graphs, desc="eval", unit="mode", disable=not here.progress):
         scores.append(_score(here, options, model, graph, tasks))
         gc.collect()
         if model.device.type == "cuda":
-            torch.cuda.empty_cache()  # the next engine takes what memory is free
+            torch.cuda.empty_cache()  # the next engine sizes its KV cache by the free memory
     return scores
 
 
 def _score(here: Here, options: Bench, model: Model, graph: str, tasks: Sequence[Task]) -> Score:
-    """The score in one mode. A pipeline has one cohort, so that every split runs the same batches."""
+    """The score in one mode, with one cohort, so that every split runs the same batches."""
     length = min(model.config.max_position_embeddings, _MAX_CONTEXT)
     engine = make_engine(options, here, model, graph, length, num_cohorts=1)
     with options.about(f"--eval {options.eval}"):

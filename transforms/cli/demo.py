@@ -37,18 +37,18 @@ PIPELINED = Way("pipelined", 2, "none")
 BOTH = Way("both", 2, "full")
 WAYS = (EAGER, GRAPHIFIED, PIPELINED, BOTH)
 
-# The ways that are compared; bitwise if they have the same number of stages, and so of
-# micro-batches, or if the model is batch invariant.
+# The ways that are compared. The comparison is bitwise if both have the same number of stages, and
+# so of micro-batches, or if the model is batch invariant.
 COMPARISONS = ((GRAPHIFIED, EAGER), (PIPELINED, EAGER), (BOTH, EAGER), (BOTH, PIPELINED))
 
 
 def run(options: Demo) -> int:
-    """Run the four ways and each prompt alone, with the model and with the batch-invariant one,
-    compare them and print the result; the exit code is 1 if a comparison does not hold.
+    """Run the four ways and each prompt alone, fast and batch invariant, and print how they compare;
+    the exit code is 1 if a comparison fails.
 
     Raises:
         DeviceError: this machine does not have the device.
-        RequestError: more tokens than the model has positions for.
+        RequestError: `--max-tokens` exceeds the model's positions.
     """
     model = load(DEMO, options.device, "float32")
     max_tokens = options.max_tokens
@@ -57,9 +57,8 @@ def run(options: Demo) -> int:
         problem = f"{max_tokens} tokens; after the longest prompt the model has {most} positions"
         options.refuse(f"--max-tokens {max_tokens}", problem, f"a number from 1 to {most}")
     with ExitStack() as stack:
-        if (
-            model.device.type == "cpu"
-        ):  # with matrices this small, several threads wait for each other
+        # With matrices this small, several threads would mostly wait for each other.
+        if model.device.type == "cpu":
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)
         exact = model.with_stages(batch_invariant=True)
@@ -93,7 +92,7 @@ def _in_terminal() -> bool:
 def _run(
     model: Model, prompts: list[list[int]], max_tokens: int, bar: "tqdm[Any]"
 ) -> tuple[list[RunTrace], list[RunComparison]]:
-    """The runs in the four ways; and their comparisons with each other, and with each prompt alone."""
+    """The runs in the four ways, and their comparisons with each other and with each prompt alone."""
 
     def traced(way: Way, *batch: list[int]) -> RunTrace:
         bar.update()
@@ -108,7 +107,7 @@ def _run(
 
 
 def _texts(model: Model, traces: Sequence[RunTrace]) -> Iterator[Any]:
-    """The texts, once if all ways agree."""
+    """The generated texts, shown only once if all ways agree."""
     agree = all(trace.token_ids == traces[0].token_ids for trace in traces)
     yield heading("texts, the same in all four ways" if agree else "texts")
     for trace in traces[: 1 if agree else None]:

@@ -47,11 +47,11 @@ def run(options: Doctor) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """The report on this machine, whose parts are rows. It changes nothing.
+    """The report on this machine, as lists of rows; nothing is changed.
 
-    A version is None if the package is not installed. Memory is in bytes, None if the system does
-    not tell. A capability is a GPU's compute capability, or the vector instructions that torch uses
-    on a CPU. A graph back end whose device is None is not used here.
+    A version is None if the package is not installed. Memory is in bytes, or None if unknown. A
+    capability is a GPU's compute capability, or the vector instructions that torch uses on a CPU. A
+    graph back end whose device is None is not used here.
     """
     devices = [*_devices()]
     names = [device["device"] for device in devices]
@@ -108,8 +108,8 @@ def _cpu_name() -> str:
 
 
 def _graph_backends(devices: list[str]) -> Iterator[dict[str, Any]]:
-    """The back end that graphify chooses for each device; CUDA graphs even if there is no device
-    for them."""
+    """The back end that graphify chooses for each device; without a GPU, also why CUDA graphs are
+    not used."""
     for device in devices:
         chosen = make_backend(None, [torch.empty(0, device=device)]).name
         yield {"backend": chosen, "device": device, "reason": _REASONS[chosen]}
@@ -125,7 +125,7 @@ def no_cuda() -> str:
 
 
 def tables(report: dict[str, Any]) -> Iterator[Any]:
-    """The report, to be read."""
+    """The report as tables for a reader."""
     versions = [
         {"package": name, "version": version or ("none" if name == "CUDA" else "not installed")}
         for name, version in report["versions"].items()

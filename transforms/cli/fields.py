@@ -1,7 +1,7 @@
-"""The declaration of a command's options: the fields of a class, from which its parser is made, and
-the rules between them.
+"""Declares a command's options as the fields of a class, and the rules between them; the parser is
+made from these fields.
 
-Importing it imports neither torch, rich nor numpy.
+Importing this module imports neither torch, rich nor numpy.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,7 +13,7 @@ import attrs
 from weft.errors import RequestError, WeftError
 from weft.transforms.cli.flags import Kind
 
-# The groups of options in the order of `--help`; exactly one option of the group `model` is given.
+# The groups of options in the order of `--help`. Exactly one option of the group `model` is required.
 GROUPS = (
     "model",
     "options",
@@ -26,7 +26,7 @@ GROUPS = (
     "the network",
 )
 
-# Options that count for nothing without another one: one of these, as far as the command has them.
+# Each option has no effect without one of these, of which a command may have only some.
 NEEDS = {
     "draft": ("speculate",),
     "system": ("chat",),
@@ -37,7 +37,7 @@ NEEDS = {
     "reduction_leaves": ("batch_invariant",),
 }
 
-# For an option, those that count for nothing next to it.
+# For each option, the options that have no effect beside it.
 IDLE = {
     "eval": (
         "workload",
@@ -63,13 +63,14 @@ def option(
     *,
     also: Mapping[str, Kind] = {},
 ) -> Any:
-    """A field that is set by the flag of its name, `--max-tokens` for `max_tokens`.
+    """A field that is set by the flag of its name, such as `--max-tokens` for `max_tokens`.
 
     Args:
-        help: ends with the default in `--help`, unless it speaks of it.
-        kind: or the values to choose from.
-        default: `attrs.NOTHING`: the flag is required.
-        also: other flags that set it, and their keywords.
+        group: one of `GROUPS`.
+        help: the text in `--help`; the default is appended, unless the text mentions it.
+        kind: how the value is parsed; or the values to choose from.
+        default: `attrs.NOTHING` if the flag is required.
+        also: other flags that set the field, with their kinds.
     """
     if not isinstance(kind, Mapping):
         kind = {"choices": kind}
@@ -85,7 +86,7 @@ def flag_of(name: str) -> str:
 
 @attrs.frozen(kw_only=True)
 class Options:
-    """The options of a command. The docstring is the description in `--help`.
+    """The options of a command; a subclass's docstring is its description in `--help`.
 
     Args:
         explicit: the names of the options that the user wrote.
@@ -98,7 +99,7 @@ class Options:
     explicit: frozenset[str] = frozenset()
 
     def refuse(self, flag: str, problem: str, instead: str) -> NoReturn:
-        """Raise the error about a flag as written.
+        """Raise an error about a flag, given as the user wrote it.
 
         Raises:
             RequestError: always.
@@ -107,18 +108,17 @@ class Options:
 
     @contextmanager
     def about(self, flag: str, kind: type[WeftError] = RequestError) -> Iterator[None]:
-        """Within, an error of a kind is about a flag as written."""
+        """Within, turn errors of one kind into errors about a flag, given as the user wrote it."""
         try:
             yield
         except kind as error:
             self.refuse(flag, error.problem, error.instead)
 
     def check(self) -> None:
-        """Refuse options without one that they need, or next to one with which they count for
-        nothing.
+        """Refuse options that have no effect, because another one is missing or overrides them.
 
         Raises:
-            RequestError: about the first of them.
+            RequestError: about the first such option.
         """
         fields = attrs.fields_dict(type(self))
         for name in filter(self.explicit.__contains__, fields):
@@ -143,7 +143,7 @@ class Options:
 
 
 def _usage(field: "attrs.Attribute[Any]") -> str:
-    """The flag of a field and the form of its value."""
+    """A field's flag and its value's placeholder, as in `--draft DIR`."""
     kind = field.metadata["kind"]
     return (
         f"{flag_of(field.name)} {kind.get('metavar') or '|'.join(kind.get('choices', ()))}".strip()
@@ -151,6 +151,6 @@ def _usage(field: "attrs.Attribute[Any]") -> str:
 
 
 def flagged(options_class: type[Options]) -> list["attrs.Attribute[Any]"]:
-    """The fields of a command that flags set, in the order of `--help`."""
+    """A command's fields that flags set, in the order of `--help`."""
     fields = [field for field in attrs.fields(options_class) if field.metadata]
     return sorted(fields, key=lambda field: GROUPS.index(field.metadata["group"]))

@@ -1,6 +1,6 @@
-"""The values that flags take: how each is read from text, and refused.
+"""The kinds of values that flags take: how each is parsed from text, and which are refused.
 
-Importing it imports neither torch, rich nor numpy.
+Importing this module imports neither torch, rich nor numpy.
 """
 
 import argparse
@@ -16,7 +16,7 @@ Kind = Mapping[str, Any]
 def value(
     metavar: str, convert: Callable[[str], Any], allowed: Callable[[Any], bool], instead: str
 ) -> Kind:
-    """A value that is converted from text; `instead` names those that are allowed.
+    """A value that is converted from text; `instead` describes the allowed values in errors.
 
     >>> value("X", float, lambda x: x > 0, "a number > 0")["type"]("2.5")
     2.5
@@ -41,7 +41,7 @@ def whole(metavar: str, least: int = 1, most: int = 10**9) -> Kind:
 
 
 def _text(text: str) -> str:
-    """A prompt. Python passes bytes that are not text as lone surrogates, which are refused."""
+    """A prompt. Python decodes invalid UTF-8 on the command line to lone surrogates; refuse it."""
     if re.search("[\ud800-\udfff]", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not valid UTF-8: pass text, or --prompt-ids")
     if not text:
@@ -112,10 +112,11 @@ BANDWIDTH = value("GB/s", float, lambda x: 0 < x < math.inf, "a finite number > 
 GIGABYTES = value("GB", float, lambda x: 0 < x < math.inf, "a finite number > 0, in GB")
 LINK = value("GB/s", float, lambda x: x > 0, "a number > 0, in GB/s")
 LATENCY = value("US", float, lambda x: 0 <= x < math.inf, "a finite number >= 0, in microseconds")
-DTYPES = "float32", "bfloat16", "float16"  # of weft.stages.choices, without its import of torch
-KV_DTYPES = ("float8_e4m3fn",)  # likewise
-EXPERTS = "columns", "whole"  # likewise
-# Of weft.ops.attention.backends, likewise
+# These repeat names in weft.stages.choices, which would import torch.
+DTYPES = "float32", "bfloat16", "float16"
+KV_DTYPES = ("float8_e4m3fn",)
+EXPERTS = "columns", "whole"
+# Likewise of weft.ops.attention.backends.
 ATTENTION = (
     "auto",
     "reference",

@@ -20,7 +20,7 @@ from weft.transforms.engine.evaluation.certificates import Certificate
 from weft.transforms.engine.generate import Completion, generate
 from weft.transforms.engine.requests.inputs import encode_prompt
 
-# The prompts, as text or in the form that `--prompt-ids` takes, and their completions.
+# Each prompt, as text or in the form of `--prompt-ids`, with its completion.
 Completed = list[tuple[str, Completion]]
 
 
@@ -32,7 +32,8 @@ def run(options: Generate) -> int:
     if options.chat and any(not isinstance(prompt, str) for prompt in options.prompt):
         options.refuse("--chat", "--prompt-ids", "--prompt TEXT: the text of a message")
     least = (1 if isinstance(prompt, str) else len(prompt) for prompt in options.prompt)
-    # The tokenizer comes with the weights
+    # Checked here with the least possible lengths, since the tokenizer is loaded with the weights;
+    # `_complete` checks again with the true ones.
     _check_room(options, read_config(options), least, " or more")
     check_file(options, "--certificates", options.certificates)
     completed, certificates = in_ranks(_complete, options, options)
@@ -41,7 +42,7 @@ def run(options: Generate) -> int:
             Certificate.save_all(certificates, str(options.certificates))
     if options.json:
         fields = attrs.fields(Completion)
-        # Those of this process
+        # Times and provenance describe this run; the JSON has what was generated.
         without_times = attrs.filters.exclude(fields.times, fields.provenance)
         print(
             "\n".join(
@@ -59,8 +60,7 @@ def run(options: Generate) -> int:
 
 
 def _complete(here: Here, options: Generate) -> tuple[Completed, list[Certificate]]:
-    """This process's part of the work: the completions, and the certificates of those that did not
-    fail."""
+    """Run in each process: return the completions, and the certificates of those without error."""
     model = open_model(options, here)
     raw_prompts = [
         model.encode_chat(_chat(options, prompt)) if options.chat else prompt
@@ -97,12 +97,12 @@ def _complete(here: Here, options: Generate) -> tuple[Completed, list[Certificat
 def _check_room(
     options: Generate, config: ModelConfig, lengths: Iterable[int], or_more: str = ""
 ) -> None:
-    """Refuse a `--max-tokens` for which the model has no room after the longest prompt. The default
-    is cut.
+    """Refuse an explicit `--max-tokens` that exceeds the model's positions after the longest prompt;
+    the default is cut to fit.
 
     Args:
-        lengths: the tokens of each prompt.
-        or_more: what an error says after a length, which may be greater.
+        lengths: the number of tokens of each prompt, or a lower bound of it.
+        or_more: follows a length in the error, to mark a lower bound.
     """
     max_tokens = options.max_tokens
     longest = max(lengths)
@@ -118,7 +118,7 @@ def _check_room(
 
 
 def _chat(options: Generate, text: str | list[int]) -> list[dict[str, Any]]:
-    """A chat of one user's message."""
+    """A chat of one user message, after the system message if there is one."""
     if options.system is None:
         system = []
     else:
@@ -135,8 +135,8 @@ def _as_text(model: Model, prompt: str | list[int]) -> str:
 
 
 def _shown(completed: Completed, between: str) -> Iterator[Text]:
-    """Each completion after its prompt and what is between them; without a tokenizer as ids, in the
-    form that `--prompt-ids` takes."""
+    """Each prompt, then `between` and its completion; without a tokenizer, token ids in the form of
+    `--prompt-ids`."""
     for number, (prompt, completion) in enumerate(completed, 1):
         ids = ",".join(map(str, completion.token_ids))
         if completion.text is None:

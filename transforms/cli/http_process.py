@@ -1,5 +1,5 @@
-"""The process that answers clients, beside the one that runs the engine: `HttpProcess` starts it,
-`main` is it."""
+"""The process that answers clients, separate from the one that runs the engine: `HttpProcess`
+starts it, and it runs `main`."""
 
 import contextlib
 import gc
@@ -27,13 +27,13 @@ _SIGNALS = signal.SIGINT, signal.SIGTERM
 
 @attrs.frozen(kw_only=True, eq=False)
 class Settings:
-    """What the process must know.
+    """What the process needs to answer clients.
 
     Args:
-        model: without its weights, where it travels.
+        model: the model; without its weights if it is sent to another process.
         max_model_len, max_waiting, max_num_reqs: the bounds of requests.
-        name, adapters, chat_template, api_key, limits: as `Server` takes them.
-        address: of the sockets.
+        name, adapters, chat_template, api_key, limits: as in `Server`.
+        address: the address of the sockets, as in `--host`.
     """
 
     model: Model
@@ -71,17 +71,20 @@ def serve_clients(host: Host, settings: Settings, sockets: Sequence[socket.socke
     )
     listener = listen(server.app(), host, settings.name)
     gc.collect()
-    gc.freeze()  # a collection that walks all modules takes 0.1 s
+    gc.freeze()  # a garbage collection that visits all modules takes 0.1 s
     try:
         listener.run([*sockets])
     finally:
-        gc.unfreeze()  # as at the end of `weft serve`
+        gc.unfreeze()  # for the same reason as at the end of `weft serve`
 
 
 @contextlib.contextmanager
 def forwarded(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Signals go to a process. A thread passes them on: this one may wait for a command, and Python
-    runs a handler only when the main thread goes on."""
+    """Within, forward signals to a process.
+
+    Python runs a signal handler only when the main thread executes Python code, and here that may
+    be blocked waiting for a command. So a thread reads the signals from the wakeup descriptor.
+    """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
 
@@ -106,12 +109,13 @@ def forwarded(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 class HttpProcess:
-    """The process as its parent sees it. It is started before the model is loaded, so that it
-    imports meanwhile; and it ends when the parent has gone. Where sockets cannot be inherited
-    (Windows), its work is done in the parent.
+    """The process that answers clients, as its parent sees it.
+
+    It is started before the model is loaded, so that its imports run meanwhile, and it ends with
+    the parent. On Windows, where sockets cannot be inherited, the parent does its work.
 
     Args:
-        sockets: to listen on, bound to addresses.
+        sockets: bound to addresses, to be listened on.
     """
 
     def __init__(self, sockets: Sequence[socket.socket]) -> None:
@@ -123,13 +127,15 @@ class HttpProcess:
         self._socket, theirs = socket.socketpair()
         inherited = [sock.fileno() for sock in (theirs, *sockets)]
         words = [sys.executable, "-m", "weft.transforms.cli.http_process", *map(str, inherited)]
-        with theirs:  # a terminal's Ctrl-C reaches the parent alone, which passes it on
+        # In a session of its own, since a terminal's Ctrl-C is to reach the parent alone, which
+        # forwards it.
+        with theirs:
             self._process = subprocess.Popen(words, pass_fds=inherited, start_new_session=True)
         for sock in sockets:
             sock.close()
 
     def run(self, engine: Engine, settings: Settings, num_ranks: int) -> int:
-        """Serve; returns the exit code."""
+        """Serve clients, and return the exit code."""
         make_mask = mask_maker(engine.model)
         process = self._process
         if process is None:
@@ -137,7 +143,8 @@ class HttpProcess:
             serve_clients(host, settings, self._sockets)
             return _exit_code(host.fault)
         model = engine.model
-        # Without its weights; clients see no path
+        # Without weights, which are large and not needed there, and without the path, which clients
+        # must not see.
         model_fields = (
             model.config,
             None,
@@ -146,7 +153,8 @@ class HttpProcess:
         )
         bare = Model(*model_fields, chat_template=model.chat_template)  # type: ignore[arg-type]
         with self._socket, forwarded(process):
-            with contextlib.suppress(OSError):  # it has gone: its exit code says why
+            # If the process has ended already, its exit code is reported below.
+            with contextlib.suppress(OSError):
                 self._socket.sendall(pack(attrs.evolve(settings, model=bare)))
             threading.Thread(target=self._end_if_still, name="weft end", daemon=True).start()
             fault = run_engine(self._socket, engine, make_mask, num_ranks=num_ranks)
@@ -161,8 +169,8 @@ class HttpProcess:
         return _exit_code(None if fault is None else f"{type(fault).__name__}: {fault}") or code
 
     def _end_if_still(self) -> None:
-        """End this process if the other one has ended and the engine stands still in a step: nobody
-        waits for it."""
+        """End this process if the other one has ended and the engine is stuck in a step, since no
+        client is left to wait for it."""
         assert self._process is not None
         self._process.wait()
         if not self._has_returned.wait(STILL_SECONDS):
@@ -174,7 +182,7 @@ class HttpProcess:
             os._exit(1)
 
     def close(self) -> None:
-        """End the process, if it goes on."""
+        """Terminate the process if it is still running."""
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
             self._socket.close()
@@ -190,15 +198,15 @@ def _exit_code(fault: str | None) -> int:
 
 
 def _leave() -> None:
-    """End this process, without waiting for its threads: one may compile a grammar for minutes."""
+    """Exit without waiting for threads, one of which may compile a grammar for minutes."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 def main() -> None:
-    """Read the settings from a socket whose number is the first argument, and serve on those of the
-    others."""
+    """Read the settings from the socket whose file descriptor is the first argument, and serve on
+    the sockets of the other arguments."""
     for each in _SIGNALS:
         signal.signal(each, signal.SIG_DFL)
     sock, *sockets = (socket.socket(fileno=int(word)) for word in sys.argv[1:])

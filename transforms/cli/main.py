@@ -1,5 +1,5 @@
-"""`main`, which runs one command, and the parser of all commands. Building it imports neither
-torch, rich nor numpy."""
+"""`main`, which runs one command, and the parser of all commands. Building the parser imports
+neither torch, rich nor numpy."""
 
 import argparse
 import contextlib
@@ -22,11 +22,11 @@ from weft.transforms.cli.fields import Options, flag_of, flagged
 from weft.transforms.cli.options import Bench, Demo, Doctor, Generate, Plan, Serve, Verify
 from weft.transforms.cli.printing import printable
 
+# The exit codes that a shell reports for a process ended by a signal: 128 + SIGINT (2), SIGPIPE (13).
 _INTERRUPTED = 130
-# The codes by which a shell reports a process that SIGINT, or SIGPIPE, ended.
 _BROKEN_PIPE = 141
 
-# The flags that set arguments of Python functions which have other names.
+# The flags for arguments of Python functions whose names differ from the flags'.
 _RENAMED = {
     "backend": "--transport",
     "max_num_reqs": "--max-num-seqs",
@@ -52,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if argv is None else [*argv]
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # an ASCII terminal shows what it can
+        # In an ASCII terminal, escape other characters instead of raising UnicodeEncodeError.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             with warnings.catch_warnings():
@@ -61,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     warnings.simplefilter("ignore", ConfigWarning)
                 return run_command(parse(words))
         finally:
+            # Here, so that a broken pipe raises inside this function and not at the exit.
             sys.stdout.flush()
     except WeftError as error:
         print(f"error: {printable(in_flags(error, words))}", file=sys.stderr)
@@ -68,15 +70,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # else the interpreter flushes at exit, and complains
+        # At exit, the interpreter flushes stdout again, and would print the same error.
+        with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    """Print a warning as one line, without its line of code."""
+    """Print a warning as one line, without the source line that Python adds."""
     print(f"warning: {printable(str(message))}", file=sys.stderr)
 
 
@@ -87,9 +88,11 @@ def run_command(options: Options) -> int:
 
 
 def in_flags(error: WeftError, words: Sequence[str]) -> str:
-    """The text of an error in the words of the command line: a Python argument becomes its flag. A
-    Python call becomes the command as written, or, if it shows one argument alone, the flag of that
-    one."""
+    """The text of an error in terms of the command line instead of Python.
+
+    A Python argument becomes its flag. A Python call becomes the command as the user wrote it, or
+    the one flag concerned if the call shows one argument only.
+    """
     flags = {
         field.name: flag_of(field.name) for field in flagged(_COMMANDS.get(words[0], Options))
     } | _RENAMED
@@ -101,18 +104,17 @@ def in_flags(error: WeftError, words: Sequence[str]) -> str:
         call = f"weft {shlex.join(words)}"
     problem = error.problem
     instead = error.instead
-    if not isinstance(
-        error, ConfigError | CheckpointError
-    ):  # whose names are those of files' fields
+    # In those two errors, `name=` is a field of a file and not an argument.
+    if not isinstance(error, ConfigError | CheckpointError):
         problem, instead = (_with_flags(text, flags) for text in (problem, instead))
     return str(WeftError(call, problem, instead))
 
 
 def _with_flags(text: str, flags: Mapping[str, str]) -> str:
-    """A text in which Python arguments are the flags that set them: `attention='auto'` is
+    """The text with Python arguments replaced by flags: `attention='auto'` becomes
     `--attention auto`."""
     text = text.replace(_ADAPTERS, "--adapter DIR")
-    if "batch_invariant" not in flags:  # of a command that is always batch invariant
+    if "batch_invariant" not in flags:  # the command (`verify`) is always batch invariant
         text = text.replace("; or leave out batch_invariant=True", "")
     names = "|".join(flags)
     text = re.sub(rf"\b({names})=True\b", lambda match: flags[match[1]], text)
@@ -128,21 +130,21 @@ _COMMANDS: dict[str, type[Options]] = {
 }
 
 
-# The flags of weft that have other names in vLLM.
+# vLLM's names for flags of weft.
 _ELSEWHERE = {"--tensor-parallel-size": "--tp", "--pipeline-parallel-size": "--pp"}
 _SAMPLING = "--top-p", "--top-k", "--min-p", "--stop"
 _IN_PYTHON = "in Python, weft.generate(..., sampling=weft.SamplingParams(...))"
 
 
 def parse(words: Sequence[str]) -> Options:
-    """The options of the command that the words call. It refuses a flag that the command does not
-    have, and names the nearest flag that it has.
+    """Parse the command line; an unknown flag is refused with the nearest known flag.
 
     Raises:
         RequestError: flags that contradict each other.
         SystemExit: from argparse, for `--help` (0) and for arguments that it refuses (2).
     """
-    # First, as a flag may be missing by a typo
+    # First without required flags: if one is missing because of a typo, the error is to show the
+    # typo.
     namespace, strange = build_parser(requires=False).parse_known_args(words)
     if strange:
         parser = namespace.parser
@@ -172,10 +174,10 @@ def parse(words: Sequence[str]) -> Options:
 
 
 def build_parser(*, requires: bool = True) -> argparse.ArgumentParser:
-    """The parser of all commands; it sets `parser`, that of the command.
+    """The parser of all commands; its result has the command's own parser as `parser`.
 
     Args:
-        requires: whether it refuses a command without the arguments that it needs.
+        requires: whether to refuse a command that lacks a required argument.
     """
     parser = argparse.ArgumentParser(
         prog="weft", description="Model steps as pure functions on PyTorch."
@@ -197,7 +199,7 @@ def build_parser(*, requires: bool = True) -> argparse.ArgumentParser:
 def _add_flags(
     parser: argparse.ArgumentParser, options_class: type[Options], requires: bool
 ) -> None:
-    """Add the flags of a command. Only flags that are given reach the parser's result."""
+    """Add the flags of a command. The parser's result has only the flags that the user gave."""
     groups: dict[str, Any] = {"options": parser}
     for field in flagged(options_class):
         name = field.metadata["group"]

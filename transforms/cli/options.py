@@ -1,6 +1,6 @@
 """The options of each command.
 
-Importing it imports neither torch, rich nor numpy.
+Importing this module imports neither torch, rich nor numpy, so that `--help` is fast.
 """
 
 import math
@@ -43,7 +43,8 @@ from weft.transforms.cli.flags import (
 )
 from weft.transforms.graphs.ladder import MODES
 
-# The values of `--preset`: the names in `weft.stages.random_weights`, without its import of torch.
+# The values of `--preset`. They repeat the names in `weft.stages.random_weights`, which would import
+# torch.
 PRESETS = (
     "tiny",
     "qwen3-0.6b",
@@ -96,7 +97,7 @@ _GRAPH = "graph mode (default full_and_piecewise; none on a CPU, which starts so
 
 @attrs.frozen(kw_only=True)
 class ModelOptions(Options):
-    """The options of a command that reads the configuration of a model."""
+    """The options of a command that reads a model's configuration."""
 
     model: str | None = _model(_FOLDER, DIR)
     preset: str | None = _model("the dimensions of a known model", PRESETS)
@@ -113,7 +114,7 @@ class ModelOptions(Options):
 
     @property
     def splits(self) -> tuple[int | None, ...]:
-        """The numbers of stages; None: one, or torchrun's."""
+        """Each number of stages to run with; None: 1, or what torchrun's processes make up."""
         if isinstance(self.pp, tuple):
             return self.pp
         return (self.pp,)
@@ -125,13 +126,13 @@ class ModelOptions(Options):
 
     @property
     def sharing(self) -> tuple[str, int]:
-        """The flag that says how many ranks may share a layer, and that number."""
+        """The flag that sets how many ranks may share a layer, and that number."""
         return "--tp", self.tp
 
 
 @attrs.frozen(kw_only=True)
 class RunOptions(ModelOptions):
-    """The options of a command that runs a model: the drafts, and the place of the stages."""
+    """The options of a command that runs a model: speculation, transport, dtypes, graph mode."""
 
     speculate: int | None = _how(
         "draft and verify K tokens per step, by prompt lookup or --draft; the tokens stay the same",
@@ -167,7 +168,7 @@ class RunOptions(ModelOptions):
 
     @property
     def graph_mode(self) -> str:
-        """The mode of `--graph`; without it, the fastest of the device.
+        """The mode of `--graph`, or else the device's default.
 
         Raises:
             DeviceError: this machine does not have the device.
@@ -180,7 +181,7 @@ class RunOptions(ModelOptions):
 
 @attrs.frozen(kw_only=True)
 class WeightOptions(RunOptions):
-    """The options of a command that runs random weights, too."""
+    """The options of a command that can also run random weights."""
 
     load_format: str | None = _general(
         "dummy: random weights (default: auto; with --preset dummy)", ("auto", "dummy")
@@ -192,7 +193,7 @@ class WeightOptions(RunOptions):
         return self.preset is not None or self.load_format == "dummy"
 
     def check(self) -> None:
-        """Refuse to load a preset's weights, also."""
+        """Check as `Options.check` does, and also refuse to load weights for a preset."""
         super().check()
         if self.preset is not None and self.load_format == "auto":
             self.refuse(
@@ -383,19 +384,19 @@ class Bench(WeightOptions):
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """The tokens of each prompt, and of each completion."""
+        """The number of tokens of each prompt, and of each completion."""
         if self.input_len is None or self.output_len is None:
             return WORKLOADS[self.workload]
         return self.input_len, self.output_len
 
     @property
     def tokens_per_step(self) -> int | None:
-        """The most tokens of a step; None: as the engine has it."""
+        """The most tokens of a step; None: the engine's default."""
         return self.max_num_tokens or (None if self.eval is None else self.max_num_seqs)
 
     @property
     def graphs(self) -> tuple[str, ...]:
-        """The graph modes: one that is timed, or those that are scored."""
+        """The graph modes: the one to time, or those to score."""
         if self.graph is None or self.graph == "all":
             if self.eval is None:
                 return (self.graph_mode,)
@@ -454,13 +455,14 @@ class Plan(ModelOptions):
 
     @property
     def sharing(self) -> tuple[str, int]:
-        """The flag that says how many ranks may share a layer, and that number."""
+        """The flag that sets how many ranks may share a layer, and that number."""
         if self.gpus is None:
             return ("--tp", self.tp)
         return ("--gpus", self.gpus)
 
     def check(self) -> None:
-        """Refuse a link between nodes where there is one node, also."""
+        """Check as `Options.check` does, and also refuse a link between nodes if there is only one
+        node."""
         super().check()
         for name, figure in (
             ("--node-link", self.node_link),

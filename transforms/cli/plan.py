@@ -25,7 +25,7 @@ from weft.transforms.pipelines.timing.splits import SplitPlan, plan_splits
 
 
 def run(options: Plan) -> int:
-    """Predict, and print the prediction; the exit code is 1 if the model does not fit into memory."""
+    """Print the prediction; the exit code is 1 if the model does not fit into memory."""
     check_file(options, "--svg", options.svg)
     config = read_config(options)
     machine = Machine(
@@ -129,7 +129,7 @@ def as_report(options: Plan, plan: Prediction, splits: SplitPlan | None) -> dict
 
 
 def sections(options: Plan, plan: Prediction, splits: SplitPlan | None) -> Iterator[Any]:
-    """The answer, then how it comes about."""
+    """The prediction, then the assumptions and steps that lead to it."""
     shards = plan.load.num_shards
     stages = plan.load.num_stages
     alike = (

@@ -1,4 +1,5 @@
-"""Texts, tables and files that commands print and write. It imports neither torch, numpy nor rich."""
+"""Prints and writes the results of commands. Importing this module imports neither torch, numpy nor
+rich."""
 
 import os
 from collections.abc import Iterable
@@ -20,7 +21,7 @@ def printable(text: str) -> str:
 
 
 def check_file(options: Options, flag: str, file: str | None) -> None:
-    """Refuse a path that no file can have, before the work starts whose result it is for."""
+    """Refuse a path that cannot be written, before the work starts whose result goes there."""
     folder = os.path.dirname(file or "") or "."
     instead = "a file in a folder that exists"
     if file == "" or os.path.isdir(file or ""):
@@ -30,7 +31,7 @@ def check_file(options: Options, flag: str, file: str | None) -> None:
 
 
 def write_file(options: Options, flag: str, file: str | None, text: str) -> None:
-    """Write a text to the file that a flag names, if it is given.
+    """Write a text to the file that a flag names; do nothing if it was not given.
 
     Raises:
         RequestError: the file cannot be written.
@@ -46,8 +47,7 @@ def write_file(options: Options, flag: str, file: str | None, text: str) -> None
 
 
 def show(parts: Iterable[Any]) -> None:
-    """Print texts, tables and other things that rich prints. A plain text is neither wrapped nor
-    cut."""
+    """Print texts, tables and other objects of rich. Plain text is neither wrapped nor cut."""
     from rich.console import Console
 
     out = Console(highlight=False)

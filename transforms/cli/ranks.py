@@ -1,5 +1,5 @@
-"""The processes that run a command's stages, this one, ranks that it starts, or torchrun's; and
-what each opens."""
+"""Runs a command in its processes (this one, ranks that it starts, or torchrun's), and opens the
+model in each."""
 
 import importlib
 import os
@@ -40,14 +40,14 @@ Ts = TypeVarTuple("Ts")
 
 @attrs.frozen(eq=False)
 class Here:
-    """This process's part.
+    """What this process runs: its stage, its share of each layer, its device.
 
     Args:
-        transport: to the other stages.
-        num_stages: stages of the whole pipeline.
-        device: holds its tensors; None: `load` chooses.
+        transport: connects it to the other stages.
+        num_stages: the stages of the whole pipeline.
+        device: the device of its tensors; None: `load` chooses.
         stage: the stage to load, and the number of stages; None: the whole model.
-        shard: the share of each layer to load, and the number of ranks that share it.
+        shard: the share of each layer to load, and the number of ranks that share a layer.
     """
 
     transport: Transport
@@ -68,27 +68,28 @@ class Here:
 
     @property
     def num_ranks(self) -> int:
-        """The processes of the run."""
+        """The number of processes of the run."""
         if self.stage is None:
             return 1
         return self.num_stages * self.shard[1]
 
     @property
     def progress(self) -> bool:
-        """Whether it shows progress bars: only in a terminal."""
+        """Whether to show progress bars, which appear only in a terminal."""
         return self.first and sys.stderr.isatty()
 
 
 def in_ranks(fn: Callable[[Here, *Ts], T], options: RunOptions, *args: *Ts) -> T:
     """Call `fn(here, *args)` in every process of the pipeline, and return the first one's result.
-    The other ranks of torchrun end here, as only the first one prints.
+
+    Under torchrun, all ranks but the first exit here, since only the first one prints.
 
     Args:
-        fn: a function of a module (it is pickled by name).
+        fn: a module-level function, since it is pickled by name.
 
     Raises:
-        RequestError: `--pp` is not torchrun's number of processes; a transport that needs several
-            stages, or does not serve the device; or fewer GPUs than stages.
+        RequestError: `--pp` times `--tp` is not torchrun's number of processes; the transport needs
+            several ranks, or does not serve the device; or there are fewer GPUs than ranks.
         SystemExit: with 0, on a rank of torchrun that is not the first.
         Whatever `fn` raises.
     """
@@ -133,7 +134,7 @@ def in_ranks(fn: Callable[[Here, *Ts], T], options: RunOptions, *args: *Ts) -> T
 
 
 def num_stages(options: ModelOptions) -> int:
-    """The pipeline stages: `--pp`, or as many as torchrun's processes are for, or 1."""
+    """The number of pipeline stages: `--pp`, else torchrun's processes divided by `--tp`, else 1."""
     return options.num_stages or max(world_size(options) // options.tp, 1)
 
 
@@ -151,12 +152,12 @@ def world_size(options: Options) -> int:
 def _as_rank(fn: Callable[[Here, *Ts], T], options: RunOptions, *args: *Ts) -> T:
     """Call `fn` as one rank."""
     backend: Any = options.transport
-    # Each rank takes a GPU of its own
+    # Plain `cuda` lets the transport give each rank its own GPU.
     if options.device == "cuda":
         device = None
     else:
         device = options.device
-    # The command has read the configuration before, and warned
+    # The parent has read the configuration and warned already.
     warnings.simplefilter("ignore", ConfigWarning)
     transport = Distributed(device=device, backend=backend, timeout=options.timeout)
     try:
@@ -169,8 +170,8 @@ def _as_rank(fn: Callable[[Here, *Ts], T], options: RunOptions, *args: *Ts) -> T
 
 
 def _check_device(options: RunOptions, num_ranks: int) -> None:
-    """Refuse a device that the transport of ranks does not serve, or that has to serve several of
-    the ranks here."""
+    """Refuse a device that the transport does not serve, or that several ranks of this machine would
+    have to share."""
     device = pick_device(options.device, call=f"--device {options.device}")
     transport = options.transport
     on_gpus = device.type == "cuda"
@@ -204,20 +205,21 @@ def _read_config(model: str, call: str) -> ModelConfig:
 
 
 def _model_call(options: ModelOptions) -> str:
-    """The part of the command that names the model, as it was written."""
+    """The part of the command that names the model, as the user wrote it."""
     if isinstance(options, Serve):
         return f"weft serve {options.model}"
     return f"--model {options.model}"
 
 
 def read_config(options: ModelOptions) -> ModelConfig:
-    """The configuration of the folder or the preset. It is read before anything is loaded, and so
-    is that of the model that drafts.
+    """Read and check the configuration of the checkpoint or preset, before anything is loaded.
+
+    The draft model's configuration is checked, too.
 
     Raises:
-        CheckpointNotFoundError, ConfigError: there is none, or it has a field that weft does not
-            support.
-        RequestError: more stages than layers; without `--pp`, torchrun's processes are the stages.
+        CheckpointNotFoundError, ConfigError: there is no configuration, or weft does not support
+            one of its fields.
+        RequestError: the layers cannot be split into so many stages or shares.
     """
     if options.draft is not None:
         _read_config(options.draft, f"--draft {options.draft}")
@@ -246,7 +248,7 @@ def read_config(options: ModelOptions) -> ModelConfig:
 
 
 def open_model(options: RunOptions, here: Here) -> Model:
-    """The part of the model that runs in this process, with the stages that `--stages` gives it."""
+    """The part of the model that runs in this process, with the custom stages of `--stages`."""
     if options.dummy and isinstance(options, Bench | Serve):
         config = read_config(options)
         name = options.model or str(options.preset)
@@ -286,8 +288,8 @@ def open_model(options: RunOptions, here: Here) -> Model:
 
 
 def _with_stages(options: RunOptions, model: Model) -> Model:
-    """The model with the attention of `--attention` and with `--batch-invariant`, of
-    `--reduction-leaves`, as the function that `--stages` names returns it."""
+    """Apply `--attention`, `--batch-invariant` with `--reduction-leaves`, and the function of
+    `--stages`, in this order."""
     if options.attention != "auto":
         with options.about(f"--attention {options.attention}", WeftError):
             backend_args = (
@@ -305,7 +307,8 @@ def _with_stages(options: RunOptions, model: Model) -> Model:
     if options.stages is None:
         return model
     flag, (module, _, name) = f"--stages {options.stages}", options.stages.partition(":")
-    sys.path.insert(0, os.getcwd())  # as Python does for a script of one's own
+    # Installed commands do not have the current folder on their path, as `python -m` does.
+    sys.path.insert(0, os.getcwd())
     try:
         changed: Any = getattr(importlib.import_module(module), name)(model)
     except Exception as error:
@@ -323,7 +326,7 @@ def _with_stages(options: RunOptions, model: Model) -> Model:
 
 
 def open_drafts(options: RunOptions, here: Here) -> Speculation | None:
-    """The speculation that the options ask for. The draft model is loaded on the first rank alone."""
+    """The speculation that the options describe; only ranks of the first stage load the draft model."""
     count = options.speculate
     folder = options.draft
     if count is None or folder is None:
@@ -348,7 +351,7 @@ def make_engine(
     max_model_len: int,
     num_cohorts: int | None = None,
 ) -> Engine:
-    """The engine that the options ask for, in one of the graph modes."""
+    """An engine with these options, in one of the graph modes."""
     limits = EngineLimits(
         max_num_reqs=options.max_num_seqs,
         max_num_tokens=options.tokens_per_step,

@@ -26,9 +26,9 @@ from weft.transforms.cli.ranks import Here, in_ranks, open_drafts, open_model, r
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits
 
-# Errors of `localhost` in IPv6 on a machine that has none; it is served by IPv4 there.
+# The errors of binding an IPv6 address on a machine without IPv6, where IPv4 alone is served.
 _NO_SUCH_FAMILY = errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT
-# Connections that wait until they are taken.
+# The most connections that may wait to be accepted.
 _BACKLOG = 2048
 
 
@@ -40,7 +40,7 @@ def run(options: Serve) -> int:
         or Path(str(options.model)).resolve().name.removesuffix(".gguf")
     )
     try:
-        # An error here comes before the model is loaded
+        # Fail on a missing package here, before the model is loaded.
         importlib.import_module("weft.transforms.server.app")
     except ImportError as error:
         options.refuse("", f"{error}", install_command("serve"))
@@ -57,7 +57,7 @@ def run(options: Serve) -> int:
 
 
 def _check_files(options: Serve) -> None:
-    """Refuse a limit of files that leaves none to connections, before the model is loaded."""
+    """Refuse a limit of open files that leaves too few for connections, before the model is loaded."""
     from weft.transforms.server.listening import MIN_CONNECTIONS, SPARE_FILES, raise_file_limit
 
     limit = raise_file_limit()
@@ -76,9 +76,11 @@ def _check_files(options: Serve) -> None:
 
 @contextlib.contextmanager
 def _signals_forwarded() -> Iterator[None]:
-    """Within, in the process that has started ranks, a first signal goes to the first rank, which
-    lets requests end; a second one ends all of them. Without ranks, signals do what they do until
-    the server listens."""
+    """Within, forward signals to the first rank, if this process has started ranks.
+
+    The first signal goes to the first rank, which lets requests finish; the second ends all ranks.
+    Without ranks, signals have their usual effect until the server listens.
+    """
     told = list[int]()
 
     def forward(sig: int, _: Any) -> None:
@@ -87,6 +89,7 @@ def _signals_forwarded() -> Iterator[None]:
             None,
         )
         if first is None or first.pid is None or told:
+            # End by SIGTERM's own action, so that the exit status shows the signal.
             if sig == signal.SIGTERM and first is None:
                 signal.signal(sig, signal.SIG_DFL)
                 os.kill(os.getpid(), sig)
@@ -94,6 +97,7 @@ def _signals_forwarded() -> Iterator[None]:
         told.append(sig)
         os.kill(first.pid, signal.SIGTERM)
 
+    # Python lets only the main thread set signal handlers.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -121,7 +125,8 @@ def _serve(here: Here, options: Serve, name: str) -> int:
     try:
         engine = _engine(here, options, name)
         gc.collect()
-        gc.freeze()  # a collection that walks torch and the model takes 0.1 s, in the middle of a step
+        # A garbage collection that visits torch and the model takes 0.1 s, and would delay a step.
+        gc.freeze()
         if http is None:
             follow(engine, mask_maker(engine.model))
             return 0
@@ -147,15 +152,18 @@ def _serve(here: Here, options: Serve, name: str) -> int:
         )
         return http.run(engine, settings, num_ranks=here.num_ranks)
     finally:
-        gc.unfreeze()  # at exit nanobind lists, on stderr, what is never collected; Triton uses it
+        # Otherwise nanobind, which Triton uses, reports uncollected objects on stderr at exit.
+        gc.unfreeze()
         if http is not None:
             http.close()
 
 
 def _bound(options: Serve) -> list[socket.socket]:
-    """The sockets of the address. They listen, so that of two servers that are started together one
-    is told that the port is taken: sockets that are only bound can share it. Connections wait until
-    the model is loaded."""
+    """The sockets of the address, already listening.
+
+    Sockets that are only bound could share a port; since they listen, one of two servers started at
+    the same time learns that the port is taken. Connections wait until the model is loaded.
+    """
     sockets = list[socket.socket]()
     wrong = OSError("no address")
     try:
@@ -181,8 +189,8 @@ def _bound(options: Serve) -> list[socket.socket]:
 
 
 def _listening_on(family: int, place: Any) -> socket.socket:
-    """A socket that listens. Two that begin to listen at the same moment may both be refused, so it
-    tries again."""
+    """A listening socket. If two begin to listen at the same moment, both may be refused, so try
+    again after a random pause."""
     pauses = [secrets.randbelow(100) / 1000 for _ in range(2)]
     for pause in pauses:
         try:
@@ -197,9 +205,11 @@ def _listening_on(family: int, place: Any) -> socket.socket:
 def _bound_to(family: int, place: Any) -> socket.socket:
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
+        # Else a port could not be used again for a while after a server on it has ended. On Windows
+        # the option would let two servers share the port.
         if os.name == "posix":
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
+        if family == socket.AF_INET6:  # IPv4 has a socket of its own on the same port
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         bound.bind(place)
         bound.listen(_BACKLOG)
@@ -210,7 +220,7 @@ def _bound_to(family: int, place: Any) -> socket.socket:
 
 
 def _engine(here: Here, options: Serve, name: str) -> Engine:
-    """The engine, its graphs captured."""
+    """The engine, with its graphs captured."""
     start = time.monotonic()
 
     def say(text: str) -> None:

@@ -14,7 +14,7 @@ from weft.transforms.engine.evaluation.certificates import Certificate
 from weft.transforms.engine.evaluation.verification import Verification, verify
 from weft.transforms.engine.options import EngineLimits
 
-# Characters of a fact that a line shows.
+# The most characters of a fact that are shown.
 _SHOWN = 24
 
 
@@ -33,7 +33,7 @@ def run(options: Verify) -> int:
 
 
 def _verify(here: Here, options: Verify, certificates: list[Certificate]) -> list[Verification]:
-    """This process's part of the work."""
+    """Run in each process: verify with this process's part of the model."""
     model = open_model(options, here)
     limits = EngineLimits(
         max_num_reqs=min(options.max_num_seqs, len(certificates)),
@@ -54,7 +54,7 @@ def _verify(here: Here, options: Verify, certificates: list[Certificate]) -> lis
 
 
 def _row(verification: Verification) -> dict[str, Any]:
-    """A result, for JSON."""
+    """A result as a JSON object."""
     facts = {
         name: {"here": here, "certified": other}
         for name, (here, other) in verification.other_facts.items()
@@ -69,7 +69,7 @@ def _row(verification: Verification) -> dict[str, Any]:
 
 
 def _shown(verifications: list[Verification]) -> Iterator[Any]:
-    """A line for each certificate, and once the facts that differ."""
+    """A line for each certificate, then each differing fact once."""
     rows = (
         {
             "certificate": f"{number}",
@@ -94,7 +94,7 @@ def _shown(verifications: list[Verification]) -> Iterator[Any]:
 
 
 def _short(fact: str) -> str:
-    """A fact without most of its digest."""
+    """A fact, cut to `_SHOWN` characters."""
     if len(fact) > _SHOWN:
         return f"{fact[:_SHOWN]}…"
     return fact

@@ -1,7 +1,7 @@
-"""`Compiler`: XGrammar in a process of its own, within limits of time and memory.
+"""`Compiler`: runs XGrammar in a separate process, with limits of time and memory.
 
-A grammar of a few lines can take XGrammar minutes, gigabytes, or its process. The other process
-compiles it, tries it on tokens that the grammar allows, and sends it back as text.
+A grammar of a few lines can cost XGrammar minutes or gigabytes, or crash it. The separate process
+compiles the grammar, tries it out on tokens that it allows, and sends it back as text.
 """
 
 import contextlib
@@ -25,17 +25,17 @@ from weft.transforms.engine.requests.masks import MaskBudget
 from weft.transforms.server.vocabulary import Vocabulary
 
 _START_SECONDS = 60.0
-# The time, and the place in XGrammar's source, before what it says.
+# The time and the place in XGrammar's source that precede its error messages.
 _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
+# The most bytes of a compiled grammar as text: this many, and more for each token of the model.
 _LARGEST = 4 * 2**20
-# Bytes of a compiled grammar, as text.
 _LARGEST_PER_TOKEN = 128
 _TRIED_SEEDS = 2
-# Once it has started, the process gives way to those that answer: it has what they leave of the
-# processors.
+# The lowest priority: once started, the process gets only the CPU time that the engine and the
+# server leave.
 _NICE = 19
-# A grammar is waited for so many times as long as it may take the processor, which others may have
-# meanwhile.
+# The limit is in CPU time, which the process may have to wait for: after this many times the limit
+# in elapsed time, it is killed in any case.
 _MOST_WAITING = 3
 _LOOK_SECONDS = 0.1
 _BUDGET = MaskBudget(step_seconds=0.05, burst_seconds=0.2)
@@ -46,10 +46,10 @@ class GrammarLimits:
     """The limits of a grammar.
 
     Args:
-        seconds: of the processor, in which it is compiled.
-        memory: bytes beyond those of XGrammar itself.
-        budget: of the masks of one request, when it is tried and when it is used.
-        trial_seconds: of the processor, for which it is tried on each of some texts.
+        seconds: CPU seconds to compile it and try it out.
+        memory: bytes that this may take, in addition to what XGrammar takes at its start.
+        budget: the time for the masks of one request, both in the trial and in use.
+        trial_seconds: CPU seconds after which each trial text ends.
     """
 
     seconds: float = 10.0
@@ -63,19 +63,19 @@ class GrammarUse:
     """The request for which a grammar is compiled.
 
     Args:
-        num_tokens: the most that a completion generates.
-        n: its completions, each of which needs a mask in each step.
+        num_tokens: the most tokens that a completion generates.
+        n: the number of completions, each of which needs a mask in each step.
     """
 
     num_tokens: int
     n: int
 
     def covers(self, other: "GrammarUse") -> bool:
-        """Whether what was tried for this use was tried for the other."""
+        """Whether a trial for this use is also one for the other."""
         return self.num_tokens >= other.num_tokens and self.n >= other.n
 
     def joined(self, other: "GrammarUse") -> "GrammarUse":
-        """The longer one, if one covers the other; else the other."""
+        """This use if it covers the other, else the other."""
         if self.covers(other):
             return self
         return other
@@ -89,8 +89,8 @@ class Tokens:
     """A model's tokens, as XGrammar reads them.
 
     Args:
-        written: each of them, as the tokenizer's file writes it.
-        kind: of `Vocabulary`.
+        written: each token as written in the tokenizer's file.
+        kind: as in `Vocabulary`.
         stop_token_ids: the tokens that end an answer.
     """
 
@@ -105,7 +105,7 @@ class Tokens:
         return cls(written, vocabulary.kind, [*stop_token_ids])
 
     def info(self) -> Any:
-        """XGrammar's object."""
+        """The tokens as XGrammar's `TokenizerInfo`."""
         import xgrammar
 
         kinds = {
@@ -121,12 +121,12 @@ class Tokens:
 
 
 class Compiler:
-    """Compiles grammars one by one, in a process that is started at the first one and anew after
-    one that broke it.
+    """Compiles grammars one at a time, in a process that is started for the first grammar, and
+    again after a grammar that broke it.
 
     Args:
-        tokens: of the model.
-        limits: of a grammar.
+        tokens: the model's tokens.
+        limits: the limits of each grammar.
     """
 
     def __init__(self, tokens: Tokens, limits: GrammarLimits) -> None:
@@ -137,17 +137,18 @@ class Compiler:
         self._pipe: Connection | None = None
 
     def compile(self, call: str, kind: str, source: str, use: GrammarUse = SHORT_USE) -> str:
-        """A compiled grammar, as XGrammar writes it.
+        """Compile a grammar, and return it as XGrammar serializes it.
 
         Args:
-            call: of an error.
+            call: the call that errors show.
             kind: `json_schema`, `json_object`, `regex` or `grammar`.
-            source: of that kind.
-            use: for which it is tried.
+            source: the text of that kind.
+            use: the use for which to try it out.
 
         Raises:
-            RequestError: XGrammar refuses it, or it is beyond the limits.
+            RequestError: XGrammar refuses it, or it exceeds the limits.
         """
+        # One process, and one question at a time: the pipe has no other way to match an answer.
         with self._lock:
             pipe = self._started()
             try:
@@ -170,12 +171,14 @@ class Compiler:
         if self._process is not None and self._pipe is not None and self._process.is_alive():
             return self._pipe
         self._end()
+        # Not fork: this process has threads, whose locks a copy would inherit as they are.
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         arguments = theirs, attrs.astuple(self._tokens), self._limits
         process = context.Process(target=_serve, args=arguments, name="weft grammars", daemon=True)
         process.start()
-        self._process = process  # one that could not be started is none that could be ended
+        self._process = process  # set after the start: `_end` cannot kill one that did not start
+        # With this end open here, a read would not fail when the process ends.
         theirs.close()
         with contextlib.suppress(EOFError, OSError):
             if self._has_answer(self._pipe, _START_SECONDS) and self._pipe.recv() == "ready":
@@ -186,7 +189,8 @@ class Compiler:
         )
 
     def _has_answer(self, pipe: Connection, seconds: float) -> bool:
-        """Wait for an answer until the process has had the processor for so many seconds."""
+        """Wait for an answer until the process has used `seconds` of CPU time; return False if
+        there was none."""
         assert self._process is not None
         pid = self._process.pid
         before = _processor_seconds(pid)
@@ -214,15 +218,16 @@ class Compiler:
 
 def _serve(pipe: Connection, tokens: tuple[Any, ...], limits: GrammarLimits) -> None:
     """Compile what comes through the pipe, until it is closed."""
-    # Ctrl-C is for the server, which ends this process
+    # Ctrl-C is for the server, which ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for stream in (1, 2):
-        # XGrammar's warnings repeat what clients send
+        # XGrammar's warnings contain what clients sent, which does not belong in the log.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     import xgrammar
 
     info = Tokens(*tokens).info()
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+    # After the vocabulary is read: the limit counts from the memory that is in use now.
     _limit_memory(limits.memory)
     if hasattr(os, "nice"):  # not on Windows
         os.nice(_NICE)
@@ -235,7 +240,7 @@ def _serve(pipe: Connection, tokens: tuple[Any, ...], limits: GrammarLimits) -> 
                 try_out(xgrammar.GrammarMatcher(compiled), info, kind, limits, use)
                 serialized = compiled.serialize_json()
                 most = _LARGEST + _LARGEST_PER_TOKEN * info.vocab_size
-                if len(serialized) > most:  # each rank reads it while others wait
+                if len(serialized) > most:  # each rank must read it, which takes time there
                     raise _TooLarge(f"a grammar that takes {len(serialized)} bytes; at most {most}")
             except _TooLarge as error:
                 pipe.send((str(error), None))
@@ -247,11 +252,11 @@ def _serve(pipe: Connection, tokens: tuple[Any, ...], limits: GrammarLimits) -> 
 
 
 class _TooLarge(Exception):
-    """A grammar that is beyond a limit, or that has no answer."""
+    """A grammar exceeds a limit, or allows no text at all."""
 
 
 def compile_with(compiler: Any, kind: str, source: str) -> Any:
-    """A grammar of one of the kinds, compiled by XGrammar's compiler."""
+    """Compile a grammar of one of the kinds with XGrammar's compiler."""
     if kind in ("json_schema", "json_object"):
         return compiler.compile_json_schema(source, strict_mode=kind == "json_schema")
     if kind == "grammar":
@@ -260,8 +265,14 @@ def compile_with(compiler: Any, kind: str, source: str) -> Any:
 
 
 def try_out(matcher: Any, info: Any, kind: str, limits: GrammarLimits, use: GrammarUse) -> None:
-    """Follow the grammar for as many tokens as a request may have: a grammar may be compiled soon
-    and take seconds for each token, or ever more the longer the text is."""
+    """Generate trial texts as long as the request's, and measure the time of each mask.
+
+    A grammar may compile fast and still take seconds per token, or more and more with the length
+    of the text.
+
+    Raises:
+        _TooLarge: the masks exceed the budget, or the grammar allows no text.
+    """
     import numpy as np
 
     bits = np.zeros((1, -(-info.vocab_size // 32)), dtype=np.int32)
@@ -269,6 +280,7 @@ def try_out(matcher: Any, info: Any, kind: str, limits: GrammarLimits, use: Gram
     for seed in range(_TRIED_SEEDS):
         matcher.reset()
         draw = random.Random(seed)
+        # CPU time: this process has a low priority, and may have to wait at any point.
         end = time.thread_time() + limits.trial_seconds
         debt = 0.0
         accepting = 0.0
@@ -292,7 +304,7 @@ def try_out(matcher: Any, info: Any, kind: str, limits: GrammarLimits, use: Gram
                 raise _TooLarge("a grammar that no text fits")
             if not len(going) or time.thread_time() > end:
                 break
-            # A grammar's worst texts repeat a token: the first half of them does.
+            # The slowest texts for a grammar repeat a token, as the first of the two texts does.
             token = int(going[0] if seed == 0 else going[draw.randrange(len(going))])
             begin = time.thread_time()
             matcher.accept_token(token)
@@ -300,7 +312,7 @@ def try_out(matcher: Any, info: Any, kind: str, limits: GrammarLimits, use: Gram
 
 
 def _fill_seconds(matcher: Any, bits: Any) -> float:
-    """The time of the processor for a mask, the shorter of two: the first may find nothing in its
+    """The CPU seconds for one mask, the shorter of two tries, since the first may run with cold
     caches."""
     begin = time.thread_time()
     matcher.fill_next_token_bitmask(bits)
@@ -310,10 +322,10 @@ def _fill_seconds(matcher: Any, bits: Any) -> float:
 
 
 def _processor_seconds(pid: int | None) -> float | None:
-    """The time of the processor that a process has had; None: it has ended, or this system does not
-    say."""
+    """The CPU seconds that a process has used; None: it has ended, or the system has no /proc."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii") as file:
+            # The second field is the name in parentheses, which may contain spaces.
             fields = file.read().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, AttributeError):
@@ -327,7 +339,7 @@ def _limit_memory(more: int) -> None:
         with open("/proc/self/statm", encoding="ascii") as file:
             taken = int(file.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (taken + more, taken + more))
-    except (ImportError, OSError, ValueError):  # no such limit here: the time limit remains
+    except (ImportError, OSError, ValueError):  # the system has no such limit; that of time remains
         return
 
 
@@ -335,7 +347,7 @@ def source_of(call: str, form: Mapping[str, Any]) -> tuple[str, str]:
     """The kind of a `response_format`, and its source for XGrammar.
 
     Raises:
-        RequestError: it has none, or one that XGrammar would not keep to.
+        RequestError: the source is missing, or XGrammar would not enforce all of it.
     """
     from weft.transforms.server.grammars.patterns import rewrite
     from weft.transforms.server.grammars.schemas import rewrite_schema

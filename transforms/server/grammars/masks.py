@@ -1,7 +1,8 @@
-"""`response_format` as masks of the engine, through XGrammar (Dong et al., 2024, arXiv 2411.15100).
+"""`response_format` as token masks for the engine, by XGrammar (Dong et al., 2024, arXiv
+2411.15100).
 
-`Grammars` compiles where clients are answered; its texts travel to every rank, where `Masks` reads
-them.
+`Grammars` compiles in the process that answers clients; the compiled texts are sent to every rank,
+where `Masks` reads them.
 """
 
 import functools
@@ -31,18 +32,18 @@ from weft.transforms.server.grammars.compiling import (
 )
 from weft.transforms.server.vocabulary import Vocabulary
 
-# Bytes of the grammars that are kept although no request has them.
+# The most bytes of cached grammars that no request uses.
 _KEPT = 16 * 2**20
 
 
 class CompileGrammar(Protocol):
-    """Compiles a `response_format`, as a text for `Masks`."""
+    """Compiles a `response_format` to a text for `Masks`."""
 
     def find(self, form: Mapping[str, Any], use: GrammarUse) -> str | None:
-        """One that was compiled before; None: it was not. It returns at once."""
+        """The compiled text if it is cached, else None. It does not wait for a compilation."""
 
     def __call__(self, form: Mapping[str, Any], use: GrammarUse = SHORT_USE, /) -> str:
-        """Compile one, if it was not compiled before."""
+        """The compiled text, from the cache if it is there."""
 
 
 @attrs.frozen
@@ -54,11 +55,11 @@ class _Compiled:
 
 
 class Grammars:
-    """Compiles grammars for a model's tokens within limits, and keeps those that were used last.
+    """Compiles grammars for a model's tokens within limits, and caches those used last.
 
     Args:
-        tokens: of the model.
-        limits: of a grammar.
+        tokens: the model's tokens.
+        limits: the limits of each grammar.
     """
 
     def __init__(self, tokens: Tokens, limits: GrammarLimits) -> None:
@@ -68,8 +69,10 @@ class Grammars:
         self._size = 0
 
     def find(self, form: Mapping[str, Any], use: GrammarUse) -> str | None:
-        """A `response_format` that was compiled before, and tried for as long a use; None:
-        `compile` it. It waits for nobody."""
+        """The compiled text if it is cached and was tried out for such a use, else None.
+
+        It does not wait for a compilation.
+        """
         key = json.dumps(form)
         with self._lock:
             kept = self._last.get(key)
@@ -79,16 +82,16 @@ class Grammars:
             return kept.text
 
     def compile(self, form: Mapping[str, Any], use: GrammarUse = SHORT_USE) -> str:
-        """A `response_format`, compiled.
+        """Compile a `response_format`, unless it is cached.
 
         Raises:
-            RequestError: a schema or a grammar that cannot be compiled, or that is beyond the
-                limits.
+            RequestError: the schema or grammar cannot be compiled, or exceeds the limits.
         """
         cached = self.find(form, use)
         if cached is not None:
             return cached
         call = f"response_format of type {form['type']!r}"
+        # Outside the lock: `find`, which the event loop calls, must not wait for it.
         text = self._compiler.compile(call, *source_of(call, form), use)
         key = json.dumps(form)
         with self._lock:
@@ -109,12 +112,11 @@ class Grammars:
 
 
 class Masks:
-    """Makes masks of what `Grammars` has compiled. A second mask of the same grammar takes no time
-    while it is kept.
+    """Makes masks from the texts of `Grammars`, and caches the grammars that it has read.
 
     Args:
-        tokens: of the model.
-        budget: what the masks of one request may take; the engine ends a request that takes more.
+        tokens: the model's tokens.
+        budget: the time for the masks of one request; the engine ends a request that exceeds it.
     """
 
     def __init__(self, tokens: Tokens, budget: MaskBudget) -> None:
@@ -126,6 +128,7 @@ class Masks:
         self._new_matcher: Callable[..., Any] = xgrammar.GrammarMatcher
         self._read: Callable[[str, Any], Any] = xgrammar.CompiledGrammar.deserialize_json
         self._lock = threading.Lock()
+        # Grammars used last, in `_last`, and all that any request still uses, in `_in_use`.
         self._last = OrderedDict[bytes, Any]()
         self._in_use = weakref.WeakValueDictionary[bytes, Any]()
 
@@ -139,6 +142,7 @@ class Masks:
         with self._lock:
             if (grammar := self._in_use.get(key)) is not None:
                 return grammar
+        # Outside the lock, because it may take long; at worst, two threads read the same grammar.
         grammar = self._read(compiled, self._info)
         with self._lock:
             self._in_use[key] = self._last[key] = grammar
@@ -152,9 +156,9 @@ class _State:
     """What the grammar allows after some tokens.
 
     Args:
-        matcher: has read them.
-        bits: the tokens that may be next.
-        num_completions: those that have these tokens, and have not come back with one more.
+        matcher: XGrammar's matcher, which has accepted these tokens.
+        bits: the tokens that may be next, one bit for each token of the model.
+        num_completions: the completions that consist of these tokens now.
     """
 
     matcher: Any
@@ -163,8 +167,8 @@ class _State:
 
 
 class _GrammarMask:
-    """The mask of one request. Completions that have said the same share a matcher: it is copied
-    where they part."""
+    """The mask of one request. Completions with the same tokens so far share a matcher, which is
+    copied where they diverge."""
 
     def __init__(self, new_matcher: Callable[[], Any], num_words: int, budget: MaskBudget) -> None:
         self.budget = budget
@@ -185,7 +189,7 @@ class _GrammarMask:
         return state.bits
 
     def _leave(self, tokens: tuple[int, ...]) -> _State | None:
-        """The state of a completion before its last token."""
+        """Count a completion out of the state before its last token, and return that state."""
         state = self._states.get(tokens)
         if state is not None:
             state.num_completions -= 1
@@ -198,7 +202,7 @@ class _GrammarMask:
         if before is None:
             matcher = self._new_matcher()
             rest = tokens
-        elif before.num_completions:
+        elif before.num_completions:  # others still need the matcher as it is
             matcher = before.matcher.fork()
         else:
             matcher = before.matcher
@@ -220,14 +224,14 @@ def _tokens_of(model: Model) -> Tokens:
 
 
 class ModelGrammars:
-    """Compiles `response_format`s for a model; XGrammar reads the vocabulary at the first one.
+    """Compiles `response_format`s for a model; XGrammar reads the vocabulary for the first one.
 
     Args:
         model: from `weft.load`; the weights are not read.
-        limits: of a grammar.
+        limits: the limits of each grammar.
 
-    It raises RequestError for a model without an end-of-sequence token, since nothing could follow
-    a complete answer.
+    A call raises RequestError for a model without an end-of-sequence token, since no token could
+    follow a complete answer.
     """
 
     def __init__(self, model: Model, limits: GrammarLimits | None = None) -> None:
@@ -237,7 +241,7 @@ class ModelGrammars:
         self._compiled_grammars: Grammars | None = None
 
     def find(self, form: Mapping[str, Any], use: GrammarUse) -> str | None:
-        """A `response_format` that was compiled before for such a use; None: there is none."""
+        """The compiled text if it is cached and was tried out for such a use, else None."""
         if self._compiled_grammars is None:
             return None
         return self._compiled_grammars.find(form, use)
@@ -266,13 +270,14 @@ class ModelGrammars:
 
 
 def grammar_compiler(model: Model, limits: GrammarLimits | None = None) -> CompileGrammar:
-    """Compiles `response_format`s for a model (`ModelGrammars`)."""
+    """Make the function that compiles `response_format`s for a model (`ModelGrammars`)."""
     return ModelGrammars(model, limits)
 
 
 def mask_maker(model: Model) -> MakeMask:
-    """Makes the masks of a model on one of its ranks."""
+    """Make the function that turns compiled grammars into masks, on one of the model's ranks."""
 
+    # Created by the first grammar: XGrammar reads the vocabulary, and need not be installed before.
     @functools.cache
     def masks() -> Masks:
         return Masks(_tokens_of(model), GrammarLimits().budget)

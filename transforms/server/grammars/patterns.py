@@ -1,11 +1,10 @@
-"""`rewrite`: a regular expression as XGrammar must get it: sets of characters written out, and in
-JSON, escaped.
+"""`rewrite`: rewrites a regular expression so that XGrammar enforces it, also inside JSON strings.
 
-XGrammar 0.2 writes what a `pattern` matches between quotes as it is. A quotation mark, a backslash
-or a newline of the pattern then ends or breaks the JSON; a negated set matches surrogates, which no
-text has; and an anchor in the middle is ignored. Here Python's parser reads the expression, sets
-lose what no text has, characters that JSON escapes are written escaped, and what cannot be kept is
-refused.
+XGrammar 0.2 puts what a `pattern` matches between quotes without escaping it. A quotation mark, a
+backslash or a newline in the match then ends or breaks the JSON. A negated set also matches
+surrogates, which no text contains, and an anchor in the middle is ignored. Here Python's parser
+reads the expression, sets lose the characters that no text contains, characters that JSON escapes
+are written escaped, and what XGrammar cannot enforce is refused.
 """
 
 import re
@@ -15,22 +14,24 @@ from typing import Any
 
 from weft.errors import RequestError
 
-# Characters, as ranges of code points with both ends, in order.
+# A set of characters, as ranges of code points; both ends belong to a range.
 Ranges = list[tuple[int, int]]
-# The most characters that repetitions within repetitions may stand for: each one costs time at each
-# token.
+# The most characters that nested repetitions may stand for, since each costs time at each token.
 MOST_NESTED = 5000
+# The most characters of a pattern.
 _LONGEST = 10_000
+# The characters that a text may contain.
 _TEXT: Ranges = [(9, 10), (13, 13), (0x20, 0xD7FF), (0xE000, 0x10FFFF)]
-# The letters that JSON writes after a backslash, by character, as a set of an expression has them.
+# For each character that JSON writes with a backslash: what follows the backslash, as it is written
+# in a set of a regular expression.
 _ESCAPES = {0x22: '"', 0x5C: "\\\\", 0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: "r", 0x09: "t"}
 _CATEGORIES: dict[Any, Ranges] = {
     op.CATEGORY_DIGIT: [(0x30, 0x39)],
     op.CATEGORY_SPACE: [(9, 10), (13, 13), (0x20, 0x20)],
     op.CATEGORY_WORD: [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)],
 }
-# Characters beyond ASCII are digits, spaces and words to some engines and not to others: here they
-# are neither.
+# Engines disagree on which characters beyond ASCII match \d, \s and \w, so here they match neither
+# these nor \D, \S and \W.
 _BEYOND: Ranges = [(0x80, 0x10FFFF)]
 _NEGATED = {
     op.CATEGORY_NOT_DIGIT: op.CATEGORY_DIGIT,
@@ -39,26 +40,27 @@ _NEGATED = {
 }
 
 
-# Repetitions that XGrammar follows in a time that does not grow.
+# Up to this many repetitions, the time of XGrammar's masks does not grow with their number.
 _BLOCK = 128
 
 
 def rewrite(call: str, pattern: str, *, in_json: bool) -> str:
-    """The expression of texts that the pattern matches from the first to the last character.
+    """The expression, for XGrammar, of the texts that the whole pattern matches.
 
     Args:
-        call: of an error.
-        in_json: the text stands between the quotation marks of a JSON string.
+        call: the call that errors show.
+        in_json: whether the text stands between the quotation marks of a JSON string.
 
     Raises:
-        RequestError: it is not a regular expression, or not a regular language, or its repetitions
-            are too large.
+        RequestError: the pattern is not a regular expression, describes no regular language, or has
+            too large repetitions.
     """
     if len(pattern) > _LONGEST:
         raise RequestError(
             call, f"a pattern of {len(pattern)} characters", f"one of at most {_LONGEST}"
         )
     try:
+        # Named groups are `(?<name>...)` in JSON Schema, and `(?P<name>...)` in Python.
         parsed = parser.parse(
             pattern.replace("(?<", "(?P<")
             if "(?<=" not in pattern and "(?<!" not in pattern
@@ -79,7 +81,7 @@ def rewrite(call: str, pattern: str, *, in_json: bool) -> str:
 
 
 class _Refused(Exception):
-    """A part of an expression that cannot be kept."""
+    """A part of an expression that XGrammar would not enforce."""
 
 
 class _Writer:
@@ -90,8 +92,8 @@ class _Writer:
         self._nested = 1
 
     def concatenation(self, parts: Sequence[Any], at_start: bool, at_end: bool) -> str:
-        """Parts one after the other, the first and the last of which may be anchors at either end
-        of the text."""
+        """Write parts in sequence; an anchor is allowed only at the start or the end of the text,
+        and is left out, since the whole text must match."""
         parts = list(parts)
         written = []
         for place, (kind, value) in enumerate(parts):
@@ -155,8 +157,8 @@ class _Writer:
 
 
 def _exactly(written: str, count: int) -> str:
-    """A pattern as often, in blocks. Within a longer repetition each mask of XGrammar's takes more
-    time than the one before."""
+    """The pattern repeated `count` times, in blocks: in one long repetition, each of XGrammar's
+    masks would take more time than the one before."""
     if count <= _BLOCK:
         if count:
             return f"{written}{{{count}}}"
@@ -166,8 +168,8 @@ def _exactly(written: str, count: int) -> str:
 
 
 def _at_most(written: str, count: int) -> str:
-    """A pattern at most as often, in blocks: fewer blocks and part of one, or all of them and the
-    rest."""
+    """The pattern repeated at most `count` times, in blocks: either fewer whole blocks and part of
+    one, or all whole blocks and at most the rest."""
     if count <= _BLOCK:
         if count:
             return f"{written}{{0,{count}}}"
@@ -183,7 +185,7 @@ def _characters_of(kind: Any, value: Any) -> Ranges:
         return [(value, value)]
     if kind is op.NOT_LITERAL:
         return _complement([(value, value)])
-    if kind is op.ANY:
+    if kind is op.ANY:  # all but the line terminators of ECMA-262, as JSON Schema has them
         return _complement([(10, 10), (13, 13), (0x2028, 0x2029)])
     if kind is not op.IN:
         raise _Refused("an assertion, a reference or an atomic group")

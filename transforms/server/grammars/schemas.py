@@ -1,10 +1,10 @@
-"""`rewrite_schema`: a JSON Schema of which XGrammar keeps every keyword, or an error that names the
-one it would not.
+"""`rewrite_schema`: rewrites a JSON Schema so that XGrammar enforces all of it, or refuses it.
 
-XGrammar 0.2 ignores most keywords that stand beside others: `minimum` beside `$ref`, `minLength`
-beside `pattern`, a `required` name that is not in `properties`. An answer would then break its
-schema. What it does with each keyword was found by drawing schemas and answers;
-`tests/transforms/server/test_structured.py` goes on with that.
+A refusal names the keyword that XGrammar would not enforce. XGrammar 0.2 ignores most keywords in
+combination with others: `minimum` beside `$ref`, `minLength` beside `pattern`, or a `required` name
+that is not in `properties`. An answer could then violate its schema. What it does with each keyword
+was found by drawing random schemas and answers, which
+`tests/transforms/server/test_structured.py` continues to do.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import Any
 from weft.errors import RequestError
 from weft.transforms.server.grammars.patterns import rewrite
 
-# Keywords that no answer can break.
+# Keywords that constrain no answer.
 _NOTES = {
     *(
         "title",
@@ -44,14 +44,14 @@ _GROUPS = {
     "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
 }
 _TYPES = {"object", "array", "string", "number", "integer", "boolean", "null"}
-# Values with which keywords ask for nothing that is not so anyway.
+# Keywords that have no effect with these values, and are dropped.
 _NO_OPS: dict[str, Any] = {"uniqueItems": False, "unevaluatedProperties": False, "nullable": False}
 _COMBINED = "anyOf", "oneOf", "allOf"
 _TIME = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,6})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)"
 _DATE = r"([1-9]\d{3}-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8])))"
 _BYTE = r"(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
-# Formats of which XGrammar also writes what is none, such as February 30th. A 29th of February is
-# not written.
+# Formats for which XGrammar also allows invalid texts, such as February 30th; these patterns replace
+# them. They do not allow February 29th, in any year.
 _FORMATS = {
     "date": _DATE,
     "time": _TIME,
@@ -64,21 +64,20 @@ _LARGEST = 2**53
 
 
 def rewrite_schema(call: str, schema: Any) -> Any:
-    """The schema for XGrammar. An answer under the result is one under the schema; not each one of
-    the schema's is.
+    """The schema for XGrammar: every answer that fits the result fits `schema`, but not vice versa.
 
     Args:
-        call: of an error.
+        call: the call that errors show.
 
     Raises:
-        RequestError: a keyword that would be ignored, alone or beside another one; a `$ref` that
-            leaves the schema, or finds nothing in it.
+        RequestError: a keyword would be ignored, alone or beside another one; or a `$ref` points
+            outside the schema, or to nothing in it.
     """
     return _Rewriter(call, schema).result()
 
 
 class _Rewriter:
-    """Walks over one schema."""
+    """Rewrites one schema."""
 
     def __init__(self, call: str, schema: Any) -> None:
         self._call = call
@@ -87,8 +86,9 @@ class _Rewriter:
         self._refs: list[tuple[str, str]] = []
 
     def result(self) -> Any:
-        """The whole schema, with every `$ref` in it found."""
+        """The whole rewritten schema; refuses it if a `$ref` points to nothing."""
         rewritten = self._schema(self._root, "#")
+        # Last, because a `$ref` may point to a schema that comes after it.
         for place, ref in self._refs:
             if ref not in self._places:
                 self._refuse(
@@ -214,8 +214,8 @@ class _Rewriter:
         )
 
     def _resolved(self, schema: Any) -> Mapping[str, Any] | None:
-        """The schema that a chain of `$ref`s ends at; None if it does not."""
-        for _ in range(10):
+        """The schema at the end of a chain of `$ref`s; None if the chain does not end."""
+        for _ in range(10):  # a chain may be a circle
             if not isinstance(schema, Mapping) or "$ref" not in schema:
                 break
             target: Any = self._root
@@ -487,12 +487,12 @@ def _values_of(schema: Any) -> list[Any] | None:
 
 
 def _same(left: Any, right: Any) -> bool:
-    """Whether the values may be equal as JSON; `True` and 1 are not."""
+    """Whether the values are equal as JSON; `True` and 1 are not, though Python says so."""
     return bool(left == right) and isinstance(left, bool) == isinstance(right, bool)
 
 
 def _is_exact(value: Any) -> bool:
-    """Whether XGrammar, which reads numbers as doubles, writes the value as it is."""
+    """Whether XGrammar, which reads numbers as doubles, reproduces the value exactly."""
     if isinstance(value, Mapping):
         return all(map(_is_exact, value.values()))
     if isinstance(value, list):
