@@ -1,10 +1,10 @@
-"""Tests of your own functions: `check` tests their laws, `assert_equivalent` compares two,
-`strategies` draw arguments.
+"""Tests for your own functions: `check` tests their laws, `assert_equivalent` compares two of them,
+and `strategies` draw arguments.
 
-**Check a function of your own.** `check` draws sequences of calls and holds the function's graph
-against the function itself: on tapes on a CPU, on CUDA graphs where the arguments are on a GPU.
-`given` says what to draw: the arguments, of which each may be a strategy of Hypothesis
-(`weft.proofs.strategies` has those of weft).
+**Check your own function.** `check` draws sequences of calls, and compares the function's graph
+with the function itself: on tapes for arguments on a CPU, on CUDA graphs for arguments on a GPU.
+`args` are the arguments, each of which may be a Hypothesis strategy (`weft.proofs.strategies` has
+strategies for weft's own types).
 
 >>> import torch
 >>> from hypothesis import strategies as st
@@ -24,9 +24,9 @@ trace   L8   captures leave no trace         holds                  3 ...
 pad     L2   padding changes nothing         needs a ladder         0         0
 func    L15  vmap, grad, jvp pass through    holds                  3 ...
 
-**Plant a bug, and see that it is found.** A law that catches nothing says nothing. Here a mean is
-taken over a batch, which under a ladder has padding. `check` makes what it found as small as it
-can: one row, of one number.
+**Plant a bug, and see it found.** A law that never fails proves nothing. Here a mean is taken over
+a batch, which includes padding if there is a ladder. `check` shrinks the failing example as far as
+it can: to one row of one number.
 
 >>> def centred(rows):
 ...     return Rows(rows.descriptor, rows.x - rows.x.mean(0))
@@ -55,15 +55,14 @@ to see it again:
     ladder = [weft.BatchDescriptor(num_tokens=4, num_reqs=4)]
     weft.proofs.check(centred, calls, laws='pad', ladder=ladder)
 
-**Read the counterexample.** `at` is the path of the first leaf that differs, and the index of its
-first element; then both values, how far `apart` they are (in ULPs: the floating-point numbers from
-the one to the other), how many elements `differ`, and how many `leaves`. Below it stands code that
-makes the arguments again, and raises the same. (The remedy here: a field of the batch that masks
-the padding, as `weft.axes("num_tokens", pad=0)` makes one.)
+**Read the counterexample.** `at` is the path of the first leaf that differs, and the index of the
+first such element in it. Then come both values, how far `apart` they are (in ULPs: the number of
+floating-point steps from one to the other), how many elements `differ`, and how many `leaves`. The
+code at the end rebuilds the arguments and raises the same error. (The remedy here is a field of the
+batch that masks the padding, as `weft.axes("num_tokens", pad=0)` makes one.)
 
-**Write a law of your own.** Most laws say that two functions are one: what a transform makes of a
-function, and the version that is written by hand. `assert_equivalent` compares them, bitwise if no
-tolerance is given:
+**Write your own law.** Most laws say that two functions are equal: the result of a transform, and a
+version written by hand. `assert_equivalent` compares them, bitwise if no tolerance is given:
 
 >>> def twice(x):
 ...     return {"x": x + x, "count": x.numel()}
@@ -88,19 +87,19 @@ to see it again:
     args = (torch.ones(3),)
     weft.proofs.assert_equivalent(nearly, doubled, args=args)
 
-It works inside a test with Hypothesis's own `@given` too: pass the arguments that the test drew.
-What a law compares otherwise, it compares by `find_difference`, and says with LawViolation.
+It also works inside a test with Hypothesis's own `@given`: pass the arguments that the test drew.
+A law that compares other things can use `find_difference`, and raise LawViolation.
 
-**In pytest.** `weft.proofs.plugin` is loaded where weft is installed: `--weft-profile=ci`, `gpu` or
-`explore` says how many examples there are, `@pytest.mark.gpu` is skipped without a GPU, and the
-fixture `weft_device` runs a test on both.
+**In pytest.** pytest loads `weft.proofs.plugin` if weft is installed. `--weft-profile=ci`, `gpu` or
+`explore` sets the number of examples, tests marked `@pytest.mark.gpu` are skipped without a GPU,
+and the fixture `weft_device` runs a test on both devices.
 """
 
 from typing import Any
 
 from lazy_loader import attach_stub
 
-# Pytest loads the plugin, which must not import torch
+# Lazy, because pytest imports this package to load the plugin, which must not import torch.
 _find, __dir__, __all__ = attach_stub(__name__, __file__)
 
 

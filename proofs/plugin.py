@@ -1,26 +1,27 @@
-"""A plugin for pytest: Hypothesis profiles for laws, tests that need a GPU, failures whose code can
-be pasted, and none of torch's traces in pytest's logs.
+"""A pytest plugin: Hypothesis profiles for laws, tests that need a GPU, failures with code to paste,
+and no traces of torch in pytest's logs.
 
-pytest loads it where weft is installed; it imports neither torch nor Hypothesis before a test of
-yours does, or asks for a profile.
+pytest loads it if weft is installed. It imports torch and Hypothesis only when your tests do, or
+when you choose a profile.
 
 `--weft-profile=NAME`, or WEFT_HYPOTHESIS_PROFILE=NAME, or `weft_profile = NAME` in pytest's configuration
-    `ci`: the same examples each time, no deadline. `gpu`: the same, and 50 of them, since each captures graphs.
-    `explore`: 1,000 examples, other ones each time, and failures are remembered. Without it, Hypothesis is left alone.
+    `ci`: the same examples each time, and no deadline.
+    `gpu`: as `ci`, with only 50 examples, since each captures graphs.
+    `explore`: 1,000 examples, different each time; failures are remembered.
+    Without a profile, Hypothesis's settings are not changed.
 `@pytest.mark.gpu`
-    skipped where torch sees no CUDA device.
+    The test is skipped if torch sees no CUDA device.
 `weft_device`
-    a fixture: the test runs with "cpu", and with "cuda" as a test marked `gpu`.
+    A fixture: the test runs with "cpu", and with "cuda" as a test marked `gpu`.
 
     def test_my_step(weft_device):
         weft.proofs.check(step, args=..., device=weft_device)
 
-A failure of `assert_equivalent` or of `check` shows the arguments below the traceback, as they are
-to be pasted.
+A failure of `assert_equivalent` or `check` shows the arguments below the traceback, as code to
+paste.
 
-torch's logger of structured traces makes texts of stacks and graphs wherever it has a handler, and
-pytest gives it three. The plugin takes those away again; a file that TORCH_TRACE names is written
-as ever.
+torch's logger for structured traces formats stacks and graphs as soon as it has a handler, and
+pytest adds three. The plugin removes these again. The file that TORCH_TRACE names is still written.
 """
 
 import logging
@@ -38,7 +39,7 @@ VARIABLE = "WEFT_HYPOTHESIS_PROFILE"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The profile, as an option and in pytest's configuration."""
+    """Add the profile as a command-line option and as an option of pytest's configuration."""
     group = parser.getgroup("weft")
     words = f"Hypothesis profile for laws: {', '.join(PROFILES)} (or {VARIABLE}=NAME)"
     group.addoption("--weft-profile", choices=PROFILES, default=None, help=words)
@@ -46,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Name the marker, and load the profile that was asked for."""
+    """Register the marker, and load the chosen profile."""
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped without one")
     profile = (
         config.getoption("weft_profile")
@@ -58,10 +59,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def load_profile(name: str) -> None:
-    """Make a profile the active one.
+    """Activate a Hypothesis profile.
 
     Raises:
-        pytest.UsageError: no such profile; or Hypothesis is not installed.
+        pytest.UsageError: there is no such profile, or Hypothesis is not installed.
     """
     if name not in PROFILES:
         raise pytest.UsageError(f"weft's profile is {name!r}: write one of {', '.join(PROFILES)}")
@@ -71,7 +72,7 @@ def load_profile(name: str) -> None:
         raise pytest.UsageError(
             f"weft's profile {name!r} needs Hypothesis: {install_command('proofs')}"
         ) from None
-    # How long an example takes depends on what else the machine does, and must not decide.
+    # The time of an example depends on the load of the machine, and must not fail a test.
     patient: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
     repeatable = patient | {"derandomize": True, "database": None, "print_blob": True}
     profiles = {
@@ -84,7 +85,7 @@ def load_profile(name: str) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
+    """Skip tests that need a GPU if there is none."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -97,14 +98,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def weft_device(request: pytest.FixtureRequest) -> str:
-    """Where a law is checked: on tapes everywhere, on CUDA graphs where there is a GPU."""
+    """The device to check a law on: "cpu" (tapes), and "cuda" (CUDA graphs) if there is a GPU."""
     return str(request.param)
 
 
 def _without_traces() -> None:
-    """Take pytest's handlers off torch's logger of structured traces. pytest 9 adds its own in
-    every phase of a test to loggers that do not propagate, and torch asks this one for handlers,
-    not for a level, before it makes a text."""
+    """Remove pytest's handlers from torch's logger for structured traces.
+
+    In every phase of a test, pytest 9 adds its handlers to loggers that do not propagate. torch
+    checks this logger for handlers, and not for a level, before it formats a trace.
+    """
     traces = logging.getLogger("torch.__trace")
     for handler in traces.handlers[:]:
         if type(handler).__module__ == "_pytest.logging":
@@ -120,7 +123,7 @@ pytest_runtest_setup = pytest_runtest_call = pytest_runtest_teardown = pytest.ho
 def pytest_runtest_makereport(
     call: pytest.CallInfo[None],
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show the code of a counterexample in a section of its own, where no line begins with `E`."""
+    """Show a counterexample's code in a separate section, where no line begins with pytest's `E`."""
     error = _counterexample(call)
     if error is not None:
         error.code_apart = True
@@ -131,8 +134,8 @@ def pytest_runtest_makereport(
 
 
 def _counterexample(call: pytest.CallInfo[None]) -> Any:
-    """The Counterexample that ended a call; None if something else did, or nothing."""
-    # Not imported here: it imports torch
+    """The Counterexample that a test raised; None if it raised another error, or none."""
+    # Looked up and not imported, because the module imports torch.
     module = sys.modules.get("weft.proofs.checks.equivalence")
     if call.excinfo is not None and module is not None:
         error = call.excinfo.value

@@ -1,4 +1,4 @@
-"""A trace served: the scheduler's work done by any pipeline, some ticks at a time."""
+"""`serve`: serves a drawn trace of requests, with any pipeline doing the scheduler's work."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -13,27 +13,32 @@ from weft.transforms.engine.scheduler import add, finish, observe, schedule
 from weft.transforms.engine.steps.results import FinishedWork
 from weft.transforms.engine.steps.step import Work
 
-# Tokens that are made up; every model that is drawn has as many.
+# The number of token ids to make up tokens from; every drawn model has at least as many.
 _VOCABULARY = 11
-# The number of steps after which an engine is taken to run forever; drawn loads take about a
-# hundred.
+# After this many steps an engine is assumed to run forever; drawn loads take about a hundred.
 MOST_STEPS = 3000
 
 
 class Run(Protocol):
-    """What does work, in order: a stepper, or what stands for one."""
+    """Executes work in order: a stepper, or a substitute for one."""
 
     def __call__(self, works: Sequence[Work]) -> Sequence[FinishedWork]:
-        """Launch works; what is done by now."""
+        """Launch works, and return those that are finished by now."""
 
     def flush(self) -> Sequence[FinishedWork]:
-        """What is still under way, done."""
+        """Finish the works that are still under way, and return them."""
 
 
 @attrs.frozen(eq=False)
 class Window:
-    """Some ticks' work, what was done by their end, the requests that got tokens, and whether
-    nothing is under way."""
+    """The works of some ticks.
+
+    Args:
+        works: the works that were launched.
+        done: the works that were finished by the end of these ticks.
+        got: the requests that got tokens.
+        settled: whether no work is under way.
+    """
 
     works: tuple[Work, ...]
     done: tuple[FinishedWork, ...]
@@ -42,8 +47,9 @@ class Window:
 
 
 def serve(trace: Trace, run: Run) -> Iterator[Window]:
-    """Serve a trace to its end; `run` does the work of `trace.window` ticks at once. Where the
-    trace is to be read late, what is under way is waited for only when there is nothing else to do.
+    """Serve a trace to its end; `run` gets the works of `trace.window` ticks at a time.
+
+    If the trace is read late, works under way are waited for only when there is nothing to launch.
     """
     host = HostState.empty(trace.budget, trace.num_pages, trace.page_size)
     tick = 0
@@ -61,14 +67,13 @@ def serve(trace: Trace, run: Run) -> Iterator[Window]:
             done += run.flush()
         host, got = _observed(host, done)
         yield Window(tuple(works), tuple(done), got, settled)
-    if rest := run.flush():  # of requests that had ended
+    if rest := run.flush():  # works of requests that had already ended
         _, got = _observed(host, rest)
         yield Window((), tuple(rest), got, True)
 
 
 def check_ends(law: str, steps: int) -> None:
-    """Raise LawViolation if the engine has run more than `MOST_STEPS` steps since the last call
-    came."""
+    """Raise LawViolation if there were more than `MOST_STEPS` steps since the last request came."""
     if steps > MOST_STEPS:
         raise LawViolation(
             f"{law}: requests that had not ended {MOST_STEPS} steps after the last one came"
@@ -88,7 +93,7 @@ def _observed(
 
 
 def said(out: Output) -> list[list[int]]:
-    """The tokens that each row of a batch got."""
+    """The new tokens of each row of a batch."""
     ids = out.token_ids.tolist()
     if out.num_tokens is None:
         return [[token] for token in ids]
@@ -96,7 +101,7 @@ def said(out: Output) -> list[list[int]]:
 
 
 def happen(trace: Trace, host: HostState, tick: int) -> HostState:
-    """What comes, and what is aborted, before a tick."""
+    """Add the requests that arrive before a tick, and finish those that are aborted."""
     for arrival in trace.arrivals:
         if arrival.tick == tick:
             host = add(host, arrival.request, trace.budget, behind=arrival.behind)
@@ -106,7 +111,7 @@ def happen(trace: Trace, host: HostState, tick: int) -> HostState:
 
 
 def read_made_up(host: HostState, works: Sequence[Work]) -> HostState:
-    """The host reads works that no model ran: their tokens follow from the job and the row."""
+    """Let the host read works that no model ran, with tokens computed from the job and the row."""
     for work in works:
         if work.feeds:
             host, _ = observe(

@@ -1,2 +1,2 @@
-"""`check` and `assert_equivalent`: laws of a user's own functions, and counterexamples as code to
+"""`check` and `assert_equivalent`: test a user's functions, and show counterexamples as code to
 paste."""

@@ -1,5 +1,5 @@
-"""L20 for a user's function: the same bits, padded or in parts, and otherwise the first operator
-that differs."""
+"""L20 for a user's function: padding a batch or cutting it into parts changes no bit; a violation
+names the first operator that differs."""
 
 import functools
 import sys
@@ -37,14 +37,14 @@ def _is_step(subject: Subject) -> bool:
 
 
 def same_bits(subject: Subject, calls: Sequence[Arguments], seen_by: Callable[[Any], Any]) -> int:
-    """L20: in `weft.batch_invariant()` a padded batch, and two or three parts of one, give the
-    batch's own bits.
+    """L20: in `weft.batch_invariant()`, a padded batch and two or three parts of a batch give the
+    same bits as the batch; returns the number of comparisons.
 
     Args:
-        seen_by: a result without what padding may change in a `State`.
+        seen_by: removes from a result what padding may change in a `State`.
 
     Raises:
-        LawViolation: they do not. It names the first operator whose result differs.
+        LawViolation: they do not; it names the first operator whose result differs.
     """
     count = 0
     with batch_invariant():
@@ -66,7 +66,7 @@ def same_bits(subject: Subject, calls: Sequence[Arguments], seen_by: Callable[[A
 def _ways(
     subject: Subject, call: Arguments, fn: Callable[..., Any]
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Other ways of calling the function `fn`, which give the same."""
+    """Other ways to call `fn` that must give the same result, each with its name."""
     descriptors = find_descriptors(subject.copied(call))
     for descriptor in subject.graph.ladder or ():
         if descriptors and descriptor != descriptors[0] and descriptor.covers(descriptors[0]):
@@ -89,7 +89,7 @@ def _unpadded(subject: Subject, fn: Callable[..., Any], wide: Arguments, descrip
 
 
 def _recording(fn: Callable[..., Any], results: list["_Result"]) -> Callable[..., Any]:
-    """The function, which appends the results of the operators that it calls."""
+    """`fn`, changed to append to `results` what each operator in it returns."""
 
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -109,7 +109,7 @@ class _Result:
 
 
 class _Recorder(OperatorWatch):
-    """Keeps the results of all operators inside."""
+    """Records the results of all operators that run within."""
 
     def __init__(self, results: list[_Result]) -> None:
         self.results = results
@@ -117,6 +117,7 @@ class _Recorder(OperatorWatch):
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = self.pass_on(func, args, kwargs)
         values = (x for x in tree_leaves(out) if isinstance(x, Tensor) and x.is_floating_point())
+        # Cloned, because a later operator may change the tensors in place.
         self.results.append(
             _Result(str(func.name()), _calling_line(), tuple(x.detach().clone() for x in values))
         )
@@ -124,8 +125,7 @@ class _Recorder(OperatorWatch):
 
 
 def _calling_line() -> str:
-    """The innermost line of code that is neither torch's nor weft's; weft's innermost one if there
-    is none."""
+    """The innermost line of code outside torch and weft; without one, the innermost line of weft."""
     frame: Any = sys._getframe(2)
     weft_line = ""
     while frame is not None:
@@ -139,7 +139,7 @@ def _calling_line() -> str:
 
 
 def _first_difference(alone: Sequence[_Result], other: Sequence[_Result]) -> str:
-    """The first operator that gives the rows that both runs have other bits."""
+    """A sentence about the first operator whose bits differ, in the rows that both runs have."""
     for one, two in zip(alone, other, strict=False):
         if one.name != two.name:
             return (

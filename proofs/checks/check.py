@@ -1,4 +1,4 @@
-"""`check`: weft's laws of pure functions, checked on a function of the user's."""
+"""`check`: checks weft's laws of pure functions on a user's function."""
 
 import pickle
 import textwrap
@@ -74,18 +74,17 @@ def check(
     console: Console | None = None,
     **options: Unpack[GraphifyOptions],
 ) -> None:
-    """Check weft's laws on a function of yours. Print a row for each law, and raise an error with
-    the smallest calls found that break one.
+    """Check weft's laws on your function, and raise an error with the smallest calls that break one.
 
-    An example is a sequence of calls, so that replays of different calls follow one another: on
-    tapes if the arguments are on a CPU, on CUDA graphs if they are on a GPU. Each call gets the
-    donated arguments that the last one returned.
+    It prints a row for each law. An example is a sequence of calls, so that replays of different
+    calls follow one another: on tapes if the arguments are on a CPU, on CUDA graphs if they are on
+    a GPU. Each call gets the donated arguments that the previous one returned.
 
-    A value that the function keeps from its first call for later ones shows in two ways. A call of
-    each kind is captured before the function itself is called, and captures refuse kept tensors and
-    host reads. And on Linux `pure` compares the last call of each example with the same call in a
-    forked process that has seen no other, if the arguments and the result are on the CPU, can be
-    pickled and are not large.
+    A function may keep a value from its first call for later ones. This is detected in two ways.
+    First, a call of each kind is captured before the function itself is called, and a capture
+    refuses kept tensors and host reads. Second, on Linux, `pure` compares the last call of each
+    example with the same call in a forked process that has seen no other call, if the arguments and
+    the result are on the CPU, can be pickled, and are not large.
 
     Args:
         f: the function, or the result of `graphify` with its options.
@@ -96,23 +95,23 @@ def check(
             `bits`. None: all but the last two. `microbatch` is for functions separable by rows,
             `(params, state, batch) -> (state, out)`; `bits` for those and for functions with a
             ladder.
-        batch_invariant: check `bits`, too: in `weft.batch_invariant()` no bit of a result depends
-            on padding, or on the rest of the batch. Where one does, the error names the first
-            operator whose result differs. It sees only the sizes that it was given: draw those that
-            you serve, and pad to them by a ladder.
-        atol, rtol: the tolerance where two runs have different shapes (`pad`, `microbatch`). All
-            else is bitwise.
+        batch_invariant: check `bits`, too: in `weft.batch_invariant()`, no bit of a result may
+            depend on padding or on the rest of the batch. If one does, the error names the first
+            operator whose result differs. Only the drawn sizes are checked: draw the sizes that you
+            serve, with the ladder that pads them.
+        atol, rtol: the tolerance for laws that compare runs of different shapes (`pad`,
+            `microbatch`). All other comparisons are bitwise.
         device: the device of the arguments, `"cuda"` for CUDA graphs; None: the device they were
             drawn on.
-        max_examples: for each law; None: a quarter of what the active Hypothesis profile says,
-            since an example is up to four calls.
+        max_examples: the examples for each law; None: a quarter of the active Hypothesis profile's,
+            since an example has up to four calls.
         console: where to print the table; None: the terminal.
         options: options of `graphify`: `ladder`, `donate_argnames`, `static_argnames`, `split_at`.
 
     Raises:
         Counterexample: a law does not hold. It names the law, shows the difference, and has the
             smallest calls found as code to paste.
-        CheckError: no such law, no such arguments; or a law that was named and cannot be checked.
+        CheckError: there is no such law or argument, or a law in `laws` cannot be checked.
         DeviceError: this machine has no such device.
         Exception: whatever the function itself raises, with a note of the arguments.
 
@@ -154,7 +153,7 @@ def check(
     with warnings.catch_warnings(), FreshProcesses(subject.answer) as processes:
         subject = attrs.evolve(subject, processes=processes)
         first_calls = _FirstCalls(subject)
-        # By calls of other params
+        # Drawn params differ from call to call, so many captures are expected here.
         warnings.filterwarnings("ignore", ".*calls captured a graph", RuntimeWarning)
         for law in chosen:
             rows.append(_row(subject, law, examples, prepared, max_examples, rows, first_calls))
@@ -163,14 +162,14 @@ def check(
 
 
 def _warm_up() -> None:
-    """Do once what Python and torch do at a first capture, which every forked process would do
-    again."""
+    """Do the one-time work of a first capture before processes are forked, which would all repeat
+    it."""
     example = pickle.loads(pickle.dumps(Outcome(copies(torch.ones(1)))))
     graphify(lambda x: x + 1)(example.result)
 
 
 def _chosen(call: str, subject: Subject, laws: str | Iterable[str] | None) -> list[UserLaw]:
-    """The laws that were asked for, in their own order."""
+    """The requested laws, in the order of `LAWS`."""
     if laws is None:
         return [law for law in LAWS if not law.on_request]
     names = (laws,) if isinstance(laws, str) else tuple(laws)
@@ -189,7 +188,7 @@ def _chosen(call: str, subject: Subject, laws: str | Iterable[str] | None) -> li
 
 
 def _examples(call: str, args: Any) -> Any:
-    """A strategy that draws sequences of calls; or the sequence that was given."""
+    """A strategy that draws sequences of calls; or one sequence, if `args` has no strategy."""
     if isinstance(args, list) and args:
         return [check_arguments(arguments, call, "holds ") for arguments in args]
     drawn = as_given(args, call)
@@ -217,9 +216,10 @@ def _row(
     before: Sequence[Row],
     first_calls: "_FirstCalls",
 ) -> Row:
-    """Check one law, unless it does not apply, or the function is already known not to be pure."""
+    """Check one law, unless it does not apply, or the function is known not to be pure."""
     if needs := law.needs(subject):
         return Row(law, needs)
+    # The other laws presuppose purity, and would only report its violation in other words.
     if any(row.error is not None and row.law.name == "pure" for row in before):
         return Row(law, "not checked")
     total, last = 0, [Arguments()]
@@ -274,14 +274,16 @@ def _why_no_replay(subject: Subject, call: Arguments) -> str:
 
 @attrs.define(eq=False)
 class _FirstCalls:
-    """What a capture says of the calls before the function has been called, by which a cache that
-    the first call fills shows. Where processes can be forked, each call is the first one of its
-    process; elsewhere it comes before all others of its kind in this one.
+    """Captures calls before the function itself is called, to detect a cache that the first call
+    fills.
+
+    If processes can be forked, each call is the first one in its process. Otherwise it comes before
+    all other calls of its kind in this process.
 
     Args:
         subject: the function.
-        audits: (kind, what was refused) of the kinds of calls that were captured.
-        refused: the first call that was refused before a law that captures was checked.
+        audits: for each kind of call that was captured, the kind and what the capture refused.
+        refused: the first call that a capture refused while a law was checked that captures nothing.
     """
 
     subject: Subject
@@ -316,7 +318,7 @@ class _FirstCalls:
 
 
 class _Broken(LawViolation):
-    """A law that broke, and the calls that broke it."""
+    """A violation of a law, with the calls that violate it."""
 
     def __init__(self, violation: LawViolation, calls: list[Arguments]) -> None:
         super().__init__(str(violation))

@@ -1,5 +1,5 @@
-"""Values as code to paste, which evaluates to an equal value. Tensors too large to print are saved,
-and loaded."""
+"""Writes values as code to paste, which evaluates to equal values. Tensors that are too large to
+print are saved to a file, which the code loads."""
 
 import enum
 import inspect
@@ -28,7 +28,7 @@ _PLAIN = (type(None), bool, int, str, bytes, type(...))
 
 @attrs.frozen
 class Group:
-    """An expression of parts, printed one per line if a single line would be too long."""
+    """An expression of parts, which are printed one per line if a single line would be too long."""
 
     before: str
     parts: tuple["Code", ...]
@@ -70,8 +70,7 @@ def _with_comma(lines: list[str]) -> list[str]:
 
 @attrs.define
 class Writer:
-    """Writes values as code, and collects what that code needs: imports, saved tensors, and
-    remarks."""
+    """Writes values as code, and collects the imports, saved tensors and remarks that it needs."""
 
     imports: set[str] = attrs.field(factory=set)
     saved: list[Tensor] = attrs.field(factory=list)
@@ -216,11 +215,11 @@ def _number(value: Any) -> str:
 
 
 def _constant(x: Tensor, where: str) -> str | None:
-    """`torch.full` or the like for a tensor of equal elements; None for any other, or if a list is
-    shorter."""
+    """`torch.full`, `zeros` or `ones` for two or more equal elements; None for other tensors."""
     if x.numel() < 2 or has_no_numbers(x.dtype) or x.layout != torch.strided:
         return None
     first = x[(0,) * x.dim()]
+    # As bytes: 0.0 equals -0.0, and NaN does not equal NaN.
     bits = x.contiguous().reshape(-1).view(torch.uint8).view(x.numel(), -1)
     if not bool((bits == bits[:1]).all()):
         return None
@@ -249,7 +248,7 @@ def _printed(x: Tensor, where: str) -> str | None:
 
 
 def _strided(x: Tensor, written: str) -> str:
-    """Add the strides, if they are not a new tensor's and a copy keeps them."""
+    """Add the strides, unless the written tensor has them anyway, or a copy would not keep them."""
     if (
         x.layout != torch.strided
         or (like := torch.empty_like(x)).is_contiguous()

@@ -1,5 +1,5 @@
-"""The comparison of values, everywhere in weft: leaf by leaf of their trees, bitwise unless a
-tolerance is given."""
+"""Compares values for all of weft's checks: leaf by leaf of their trees, bitwise unless a tolerance
+is given."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,13 +15,14 @@ from weft.state import State
 from weft.trees import leaves_with_names, tree_map, tree_structure
 from weft.value_keys import value_key
 
-ATOL = 2e-4
 # Tolerances (float32) for runs of different shapes, whose matrix products may sum in another order.
+ATOL = 2e-4
 RTOL = 2e-4
 
 
 class LawViolation(AssertionError):
-    """A law that did not hold: its name, the path of the first difference, and both values there."""
+    """A law does not hold; the message has the law, the path of the first difference, and both
+    values there."""
 
 
 @attrs.frozen
@@ -29,12 +30,14 @@ class Difference:
     """The first leaf in which two trees differ.
 
     Args:
-        path: of the leaf, or of the node where the structures differ.
-        actual, expected: both sides in words: a value; or dtype, shape and device; or a class.
-        kind: dtype, shape and device of both, where their elements differ; otherwise empty.
+        path: the path of the leaf, or of the node where the structures differ.
+        actual, expected: a description of both sides: a value; or dtype, shape and device; or a
+            class.
+        kind: dtype, shape and device of both leaves if their elements differ; otherwise empty.
         first, worst: the first element that differs, by index, and the one that differs most.
-        count, size: the leaf's elements that differ, and all of its elements.
-        num_leaves, of_leaves: the leaves that differ, and all leaves; 0 if the structures differ.
+        count, size: the number of the leaf's elements that differ, and of all its elements.
+        num_leaves, of_leaves: the number of leaves that differ, and of all leaves; 0 if the
+            structures differ.
     """
 
     path: str
@@ -56,7 +59,7 @@ class Difference:
         return f"{self.path}{index}: {self.actual} against {self.expected}"
 
     def text(self, actual: str = "seen", expected: str = "expected") -> str:
-        """All fields, in lines; each tree's name stands before its values."""
+        """All fields, one per line; `actual` and `expected` name the two trees."""
         rows = [
             ("at", self._where()),
             (actual, self.actual),
@@ -101,12 +104,12 @@ class Difference:
 def find_difference(
     actual: Any, expected: Any, tolerance: Tolerance | None = None
 ) -> Difference | None:
-    """The first leaf, in flattening order, in which `actual` differs from `expected`; None if there
-    is none.
+    """The first leaf, in flattening order, in which `actual` differs from `expected`; None if they
+    are equal.
 
-    Structures must be equal, classes and static fields included; so must the dtype, shape, device
-    and elements of tensors (and of numpy arrays). Other leaves compare as a graph's keys do
-    (`weft.value_keys`: 1 is not 1.0 or True).
+    The structures must be equal, including classes and static fields. So must the dtype, shape,
+    device and elements of tensors (and of numpy arrays). Other leaves are compared as in the keys
+    of graphs (`weft.value_keys`): 1 equals neither 1.0 nor True.
 
     >>> print(find_difference({"h": torch.tensor([1.0, 2.0])}, {"h": torch.tensor([1.0, 2.5])}))
     ['h'][1]: 2.0 against 2.5
@@ -141,7 +144,8 @@ def assert_equal(law: str, actual: Any, expected: Any, *, exact: bool = True) ->
 def _leaf_difference(
     path: str, a: Any, b: Any, tolerance: Tolerance
 ) -> Callable[[], Difference] | None:
-    """The description of how two leaves differ; None if they are equal."""
+    """A function that describes how two leaves differ; None if they are equal."""
+    # A function, since only the first difference is shown, and describing one takes time.
     if not isinstance(a, Tensor | np.ndarray) or not isinstance(b, Tensor | np.ndarray):
         if _same(a, b, tolerance):
             return None
@@ -155,8 +159,8 @@ def _leaf_difference(
 
 
 def _words(value: Any) -> str:
-    """A leaf in words; for tensors and arrays, the properties that must agree before elements are
-    compared."""
+    """A description of a leaf; for tensors and arrays, the properties that must agree before their
+    elements are compared."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
     if isinstance(value, np.ndarray):
@@ -185,7 +189,7 @@ def _element_difference(path: str, kind: str, a: Tensor, b: Tensor, differ: Tens
 
 
 def visible(state: Sequence[State]) -> Any:
-    """The part of a state that belongs to requests: all but the scratch row."""
+    """The part of a state that belongs to requests: all but the scratch row, the last one."""
     names = ("block_table", "positions", "last_tokens", "mrope_position_deltas")
     return [
         {"kv_pages": s.kv_pages, "sampling": tree_map(_of_requests, s.sampling)}

@@ -1,4 +1,4 @@
-"""The shortest decimals that give the elements of a tensor again, bit for bit."""
+"""The shortest decimals that reproduce the elements of a tensor, bit for bit."""
 
 import math
 from typing import Any
@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 def digits(x: Tensor) -> list[str]:
-    """An expression for each element of a tensor of one dimension, which `torch.tensor(...,
-    dtype=x.dtype)` reads back.
+    """An expression for each element of a 1-dimensional tensor, which `torch.tensor(...,
+    dtype=x.dtype)` reads back exactly.
 
     >>> digits(torch.tensor([0.1, 1 / 3, -0.0, float("inf")]))
     ['0.1', '0.33333334', '-0.0', "float('inf')"]

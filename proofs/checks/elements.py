@@ -1,4 +1,4 @@
-"""The elements of two tensors compared: which differ, which differ most, and by how many ULPs."""
+"""Compares the elements of two tensors: which differ, which differ most, and by how many ULPs."""
 
 from typing import Any
 
@@ -12,8 +12,10 @@ _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @attrs.frozen
 class Tolerance:
-    """The tolerance for floating-point and complex elements, as in `torch.isclose`. With 0 and 0
-    they compare bitwise, so that 0.0 is not -0.0. Everything else must be equal.
+    """The tolerance for floating-point and complex elements, as in `torch.isclose`.
+
+    If both are 0, the comparison is bitwise, so that 0.0 differs from -0.0. Elements of other
+    dtypes must be equal.
 
     Args:
         equal_nan: whether NaN equals NaN, whatever the bits.
@@ -44,7 +46,7 @@ class Place:
     ulps: int | None
 
     def apart(self) -> str:
-        """The distance between both values, as a number and in ULPs."""
+        """The distance between the two values, as a number and in ULPs."""
         if self.ulps == 0:
             return "0 ULPs: zeros of either sign"
         if isinstance(self.actual, bool):
@@ -58,8 +60,8 @@ class Place:
 
 
 def plain(x: Tensor | np.ndarray[Any, Any]) -> Tensor:
-    """A detached tensor whose memory holds the elements as they read, with nothing conjugated or
-    negated lazily."""
+    """A detached, dense tensor whose memory holds the elements themselves: lazy conjugation and
+    negation are resolved."""
     if isinstance(x, np.ndarray):
         return torch.from_numpy(np.ascontiguousarray(x))
     x = x.detach().resolve_conj().resolve_neg()
@@ -90,13 +92,12 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def has_no_numbers(dtype: torch.dtype) -> bool:
-    """Whether a dtype packs two elements into a byte, which torch stores without any arithmetic on
-    them."""
+    """Whether a dtype packs two elements into a byte; torch has no arithmetic for these dtypes."""
     return "_x2" in str(dtype)
 
 
 def _wide(x: Tensor) -> Tensor:
-    """The same numbers in a dtype that torch can compare."""
+    """The same numbers in a dtype for which torch has comparisons."""
     small = x.dtype.itemsize == 1 and x.dtype.is_floating_point
     if small:
         return x.to(torch.float32)
@@ -161,8 +162,9 @@ def ulps(a: Tensor, b: Tensor) -> int | None:
 
 
 def _rank(x: Tensor) -> int:
-    """An integer for each floating-point number, in the same order and without gaps; both zeros
-    have the same one."""
+    """An integer for each floating-point number, in the same order and without gaps; 0 for both
+    zeros."""
+    # IEEE 754 numbers of one sign are ordered as the integers with the same bits.
     bits = int(_bits(x).item())
     if x.dtype == torch.float8_e8m0fnu:  # which has no sign
         return bits
