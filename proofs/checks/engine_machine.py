@@ -1,4 +1,4 @@
-"""`engine_machine`: the engine under a user's own model, as a state machine of Hypothesis."""
+"""`engine_machine`: tests the engine with a user's model, as a Hypothesis state machine."""
 
 import random
 from collections import Counter
@@ -26,11 +26,12 @@ from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.engine.requests.masks import Mask
 
 LAW = "L11 an engine serves as alone"
-# From so many requests on, an example adds no more.
+# The number of requests at which an example stops adding more.
 MAX_REQUESTS = 5
 # The default requests use so few tokens that stop tokens and repetitions occur.
 FEW_TOKENS = 12
-# Each rule draws one number, and all else from it: Hypothesis repeats small values too often.
+# Each rule draws one seed, and derives all else from it with `random`, because Hypothesis itself
+# repeats small values too often.
 SEEDS = st.integers(0, 2**32 - 1)
 
 
@@ -47,39 +48,38 @@ def engine_machine(
     pipeline: int = 1,
     max_tokens: int = 7,
 ) -> "type[EngineMachine]":
-    """Make a state machine of Hypothesis that compares an engine of your model with an oracle.
+    """Make a Hypothesis state machine that compares an engine of your model with an oracle.
 
-    Each example is an engine whose rows, pages and tokens per step are drawn, most of them scarce.
+    Each example draws an engine's rows, pages and tokens per step, which are mostly scarce.
     Requests arrive while others run, share prefixes, are preempted, and some are aborted. In the
-    end, each completion must have the tokens that the oracle says, an aborted one the first of
-    them, and the engine must hold no page.
+    end, each completion must have exactly the oracle's tokens (an aborted one, the first of them),
+    and the engine must hold no page.
 
-    Assign the class's `TestCase` to a name that pytest or unittest collects. Examples, steps and
-    the database are those of your Hypothesis profile, or of `TestCase.settings`. A failure prints
-    each call of the engine, as notes.
+    Assign the class's `TestCase` to a name that pytest or unittest collects. Your Hypothesis
+    profile, or `TestCase.settings`, determines the number of examples and steps, and the database.
+    A failure prints each call of the engine as a note.
 
-    Tokens are compared exactly. Batches of other sizes may round differently, so use a model in
-    float32 on a CPU, and one whose likeliest tokens do not tie: a trained one, or one with large
-    random weights.
+    Tokens are compared exactly. Since batches of different sizes may round differently, use a model
+    in float32 on a CPU whose likeliest tokens do not tie: a trained one, or one with large random
+    weights.
 
     Args:
         model: from `weft.load`, whole. Its parameters must not change.
         expected: the oracle: a function from a `CompletionRequest` to the ids of the tokens that it
-            generates, the one that ends it included. It is called once for each request that
-            differs, with the full `max_tokens`. None, or where it returns None: the same model in
-            an engine of its own, eagerly, one request at a time.
+            generates, including the one that ends it. It is called once for each different request,
+            with the full `max_tokens`. If it is None or returns None, the oracle is the same model
+            in a separate engine, which runs eagerly, one request at a time.
         prompts: texts or token ids; some should begin alike, so that prefixes are shared. None: six
             short ones.
-        sampling: parameters that requests choose from; a seed of None becomes the parameters' place
-            in the list. None: nine, greedy and drawn, with penalties, stop tokens and two
-            completions.
-        masks: masks that requests choose from; half of them have none. Each must leave a token that
-            all of `sampling` allow. None: two that allow half of 12 tokens; or, if `sampling` is
-            given, no masks.
-        adapters: LoRA adapters by name; in half of the examples the engine has them. None: no
+        sampling: parameters that requests choose from; a seed of None becomes the parameters' index
+            in the list. None: nine, greedy and random, with penalties, stop tokens and `n=2`.
+        masks: masks that requests choose from; half of the requests have none. Each mask must always
+            allow a token that all of `sampling` allow. None: two masks that allow half of 12
+            tokens; or no masks, if `sampling` is given.
+        adapters: LoRA adapters by name, which the engine has in half of the examples. None: no
             adapters.
-        speculation: the ways of drafting that examples choose from; about two in five have none.
-            None: prompt lookup.
+        speculation: the ways of drafting that examples choose from; two further choices are not to
+            draft. None: prompt lookup.
         graph: one of `weft.transforms.MODES`.
         pipeline: the number of stages, in this process.
         max_tokens: the most tokens that a request generates; some generate fewer.
@@ -91,10 +91,10 @@ def engine_machine(
         Subclass it to add rules or invariants.
 
     Raises:
-        CheckError: no prompts or parameters; a prompt that leaves no room for `max_tokens` in the
-            model's positions; or a vocabulary of fewer than 12 tokens, without prompts, parameters
-            and masks of your own.
-        RequestError: an argument that `weft.Engine` does not take.
+        CheckError: there are no prompts or no parameters; a prompt and `max_tokens` exceed the
+            model's positions; or the vocabulary has fewer than 12 tokens that do not end a request,
+            and prompts, parameters and masks are not all given.
+        RequestError: `weft.Engine` does not accept an argument.
 
     >>> import torch, weft
     >>> from hypothesis import settings
@@ -173,7 +173,7 @@ def _few(model: Model, call: str) -> tuple[int, ...]:
 
 
 def _default_prompts(few: Sequence[int]) -> list[tuple[int, ...]]:
-    """Four that begin alike, and with repetitions, which prompt lookup finds; and two others."""
+    """Four prompts that begin alike, with repetitions for prompt lookup to find; and two others."""
     places = [
         (1, 2, 3, 4, 1, 2, 3, 4, 5),
         (1, 2, 3, 4, 1, 2, 3, 4),
@@ -184,7 +184,7 @@ def _default_prompts(few: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _default_sampling(few: Sequence[int], vocab_size: int) -> list[SamplingParams]:
-    """Each leaves at least 7 of the few tokens, and most allow no others."""
+    """Parameters that each allow at least 7 of the `few` tokens, and mostly no others."""
     if len(few) == vocab_size:
         only: dict[str, Any] = {}
     else:
@@ -216,8 +216,7 @@ def _default_sampling(few: Sequence[int], vocab_size: int) -> list[SamplingParam
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Requests are added to an engine with any limits, several at once, and aborted between its
-    steps."""
+    """Adds requests to an engine with drawn limits, and aborts some between its steps."""
 
     subject: ClassVar[ServedModel]
     engine: Engine
@@ -299,7 +298,7 @@ class EngineMachine(RuleBasedStateMachine):
     )  # some rule always holds
     @rule(count=st.sampled_from((3, 2, 1)))
     def step(self, count: int) -> None:
-        """Take some steps."""
+        """Run some steps of the engine."""
         for _ in range(count):
             _note("engine.step()")
             self._step()
@@ -321,7 +320,7 @@ class EngineMachine(RuleBasedStateMachine):
             [name for name in self._added if self.engine.is_under_way(name)]
         )
         _note(f"engine.abort({name!r})")
-        # Masked requests do not run ahead
+        # A masked request does not run ahead: its next mask needs its last token.
         ran = name in self._last and self._added[name][0].mask is None
         self._see({"aborted with a step under way": ran and self.engine.run_ahead})
         self._take(self.engine.abort(name))
@@ -335,7 +334,7 @@ class EngineMachine(RuleBasedStateMachine):
             self._num_returned[output.id, output.index] += len(output.token_ids)
 
     def _look(self, outputs: Sequence[RequestOutput]) -> None:
-        """See which completions got tokens together that are not their first."""
+        """Record which kinds of completions got a token, after their first, in the same step."""
         self._last = {output.id for output in outputs}
         decoding = [
             output for output in outputs if output.token_ids and len(output.track.token_ids) > 1
@@ -357,6 +356,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Run the engine until it is idle, and compare all completions with the oracle's."""
+        # After a failure, another error from here would replace the first one.
         if not self._has_engine or self._has_failed:
             return
         steps = 0
@@ -387,7 +387,8 @@ class EngineMachine(RuleBasedStateMachine):
             expected = expected[: len(tokens)]
             ends = "abort"
         elif ends == "length" and params.stop:
-            ends = reason  # whether a text ended it with its last token, the tokens do not say
+            # A stop text may have ended it with its last token, which the token ids do not show.
+            ends = reason
         if (tokens, reason) != (expected, ends):
             problem = f"{tokens}, {reason}, and expected {expected}, {ends}"
             raise LawViolation(f"{LAW}: completion {key.sample} of {name!r} is {problem}")
@@ -412,11 +413,11 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 def _written(options: Mapping[str, Any]) -> str:
-    """Options as they are written after the other arguments of a call."""
+    """Options as code, to follow the other arguments of a call."""
     return "".join(f", {name}={value!r}" for name, value in options.items())
 
 
 def _note(text: str) -> None:
-    """Show a text with a failure; nothing where the machine is driven by hand, without Hypothesis."""
+    """Print a text if the example fails; do nothing if the machine is run without Hypothesis."""
     if currently_in_test_context():
         note(text)

@@ -1,5 +1,5 @@
-"""`assert_equivalent`: compare two functions, and show the smallest arguments for which they differ
-as code."""
+"""`assert_equivalent`: compares two functions, and shows the smallest arguments for which they
+differ, as code."""
 
 import textwrap
 from collections.abc import Callable, Sequence
@@ -46,12 +46,12 @@ class Counterexample(LawViolation):
         self._code = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The arguments of `__init__`, so that a process can raise it for another one."""
+        """Pickle the arguments of `__init__`, so that the error can be sent to another process."""
         return type(self), (self.text, self.values, self.call)
 
     def code(self, folder: Path | None = None) -> str:
-        """The code to paste. Written once, since it saves tensors that are too large to print (in
-        `folder`)."""
+        """The code to paste. It is written once only, because tensors that are too large to print
+        are saved (in `folder`)."""
         self._code = (
             self._code
             or f"{Writer({'import weft.proofs'}).block(self.values, folder)}\n{self.call}"
@@ -76,10 +76,10 @@ def assert_equivalent(
     raises: type[Exception] | tuple[type[Exception], ...] = (),
     max_examples: int | None = None,
 ) -> None:
-    """Raise unless `f` and `g` return equal results for the same arguments: bitwise, in trees of
-    the same structure.
+    """Raise unless `f` and `g` return bitwise equal results, in trees of the same structure, for the
+    same arguments.
 
-    Each gets its own copies of the arguments, which it may donate or overwrite. Outside a
+    Each function gets its own copies of the arguments, which it may donate or overwrite. Outside a
     Hypothesis test, pass a strategy; inside one, pass the drawn arguments. Either way, the failure
     shows the smallest arguments found.
 
@@ -91,8 +91,8 @@ def assert_equivalent(
             once.
         atol, rtol: the tolerance for floating-point and complex elements, as for `torch.isclose`.
         equal_nan: whether NaN equals NaN.
-        raises: exception types that both may raise; then both must raise the same one. Any other
-            exception that both raise is raised, since nothing was compared.
+        raises: exception types that the functions may raise, if both raise the same one. Any other
+            exception that both raise is passed on, since nothing was compared.
         max_examples: the number of examples; None: the active Hypothesis profile's.
 
     Raises:
@@ -136,7 +136,7 @@ def assert_equivalent(
         raise CheckError(call, problem, "a profile whose `phases` have Phase.generate")
     if result.error is not None:
         if isinstance(result.error, Counterexample):
-            # A traceback through the search would not help the reader
+            # A traceback through the search would not help the reader.
             result.error.with_traceback(None)
         elif remembered(result.error) is not None:
             code = Writer().block([("args", remembered(result.error))])

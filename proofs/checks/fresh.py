@@ -1,9 +1,9 @@
-"""`FreshProcesses`: calls of a function in processes that have seen no other call.
+"""`FreshProcesses`: calls a function in processes that have seen no other call of it.
 
-A function may keep a value from its first call for the later ones: a mean in a dict, a Python
-number in an attribute, whatever `functools.cache` holds. Once it is kept, the function answers
-equal arguments equally, and only a process that has not seen the first call tells. So one process
-is forked before the function is called, and forks another one for each question.
+A function may keep a value from its first call for later ones: a mean in a dict, a Python number in
+an attribute, whatever `functools.cache` holds. From then on, it answers equal arguments equally, so
+that only a process which has not seen the first call can show the difference. Therefore one process
+is forked before the function is called, and it forks another one for each question.
 """
 
 import contextlib
@@ -24,20 +24,18 @@ from torch import Tensor
 
 from weft.trees import tree_leaves
 
-# Seconds after which an answer is given up: a fork of a process with threads may wait for a lock
-# for ever.
+# Seconds to wait for an answer: the fork of a process with threads may wait for a lock forever.
 TIMEOUT = 60.0
-# The most bytes of tensors in a question, which are copied twice on their way.
+# The most bytes of tensors in a question, since they are copied twice on their way.
 MOST_BYTES = 2**26
 _LENGTH = struct.Struct("<q")
 
 
 class FreshProcesses:
-    """A process that waits, as it is now, and forks another one for each question. Used as a
-    context.
+    """A context manager: on entry it forks a process, which forks another one for each question.
 
     Args:
-        answer: makes the answer to a question, which is a pytree. Both are pickled.
+        answer: returns the answer to a question, which is a pytree. Both are pickled.
     """
 
     def __init__(self, answer: Callable[[Any], Any]) -> None:
@@ -48,7 +46,7 @@ class FreshProcesses:
 
     def __enter__(self) -> "FreshProcesses":
         if sys.platform != "linux":
-            return self  # other systems have no fork, or libraries that do not survive it
+            return self  # other systems have no fork, or have libraries that do not survive one
         child_reads, self._questions = os.pipe()
         self._answers, child_writes = os.pipe()
         self._process = _fork()
@@ -65,13 +63,15 @@ class FreshProcesses:
 
     @property
     def are_there(self) -> bool:
-        """Whether this system can fork, and no question has been left without an answer so far."""
+        """Whether the process runs: this system can fork, and no question has failed so far."""
         return self._process != 0
 
     def ask(self, question: Any) -> Any:
-        """The answer of a process that has seen no other question; None if there is none: the
-        question or its answer cannot be pickled, is large or lies on a GPU, the process has died,
-        or it takes too long."""
+        """The answer of a process that has seen no other question; None if there is no answer.
+
+        That is so if the question or the answer cannot be pickled, if the question is large or on a
+        GPU, and if the process has died or takes too long.
+        """
         tensors = [x for x in tree_leaves(question) if isinstance(x, Tensor)]
         if not self.are_there or any(x.device.type != "cpu" for x in tensors):
             return None
@@ -116,16 +116,16 @@ class FreshProcesses:
 
 def _fork() -> int:
     with warnings.catch_warnings():
-        # "multi-threaded, may lead to deadlocks": see TIMEOUT
+        # Python warns that a fork of a multi-threaded process may deadlock: see TIMEOUT.
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
 
 def _serve(answer: Callable[[Any], Any], questions: int, answers: int) -> None:
-    """Answer each question in a process of its own, until there are no more; never returns."""
+    """Answer each question in a new process, until the pipe is closed; never returns."""
     try:
-        os.setpgid(0, 0)  # Ctrl-C is for the process that asks
-        gc.disable()  # it would write to pages that are shared until then
+        os.setpgid(0, 0)  # a terminal's Ctrl-C is for the process that asks
+        gc.disable()  # a collection would write to memory pages, and so copy them in each fork
         while True:
             question = _read(questions)
             own_end, child_end = os.pipe()
@@ -142,11 +142,11 @@ def _serve(answer: Callable[[Any], Any], questions: int, answers: int) -> None:
 
 
 def _answer_and_exit(answer: Callable[[Any], Any], question: bytes, end: int) -> None:
-    """Write an answer to a pipe; nothing if it cannot be pickled. Never returns."""
+    """Write an answer to a pipe, or nothing if it cannot be pickled; never returns."""
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(int(TIMEOUT))
-        torch.set_num_threads(1)  # the threads of OpenMP do not survive a fork
+        torch.set_num_threads(1)  # OpenMP's threads do not survive a fork, and would be waited for
         with _silenced():
             text = pickle.dumps(answer(pickle.loads(question)))
         with open(end, "wb") as pipe:
@@ -157,7 +157,7 @@ def _answer_and_exit(answer: Callable[[Any], Any], question: bytes, end: int) ->
 
 @contextlib.contextmanager
 def _silenced() -> Iterator[None]:
-    """A context in which nothing is printed: the process that asks runs the same calls, and prints."""
+    """Within, print nothing: the process that asks makes the same calls, and prints their output."""
     with (
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(io.StringIO()),

@@ -1,10 +1,10 @@
-"""The definition of right programs, by trying every order in which the ranks could move.
+"""Checks programs exhaustively, by trying every order in which the ranks could move.
 
-It is a second, slower definition, and shares only the effects with
-`weft.transforms.pipelines.checker`. A world is the position of each rank, what it holds, and what
-is in flight; each step that some rank can take leads to another world. Programs are right if no
-rank goes wrong in any reachable world, and if a world without a next step has all ranks at their
-end and nothing in flight. Edges hold one, two or three messages."""
+This is a second, slower definition of correct programs, which shares only the effects with
+`weft.transforms.pipelines.checker`. A world is the position of each rank, the values that it holds,
+and the messages in flight. Each step that some rank can take leads to another world. Programs are
+correct if no rank makes an error in any reachable world, and if, in each world without a next step,
+all ranks are at their end and nothing is in flight. Edges hold one, two or three messages."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -17,22 +17,25 @@ from weft.schema import Schema
 
 CAPACITIES = (1, 2, 3)
 
-# "input", "ran", "result", "sent" or "output", of a micro-batch and a stage (or 0)
+# One of "input", "ran", "result", "sent" and "output", the micro-batch, and the stage (or 0).
 Value = tuple[str, int, int]
-Message = tuple[int, Schema | None, int]  # of a micro-batch, and of the stage that made it
-Wire = tuple[str, int, int]  # "stage" or "return", from, to
-# In order of wires, oldest first on each; no wire is empty
+# The micro-batch, the schema, and the stage that made it.
+Message = tuple[int, Schema | None, int]
+# "stage" or "return", the sending rank, and the receiving rank.
+Wire = tuple[str, int, int]
+# Messages in flight by wire, oldest first. Wires are sorted and none is empty, so that equal worlds
+# compare equal.
 Flying = tuple[tuple[Wire, tuple[Message, ...]], ...]
 
 
 class Wrong(Exception):
-    """A fault of a rank, in words."""
+    """A rank makes an error, which the message describes."""
 
 
 @attrs.frozen
 class Rank:
-    """A rank's position in its program, what it holds, and the stages and micro-batches that it
-    ran, in order."""
+    """A rank's position in its program, the values that it holds, and the (stage, micro-batch)
+    pairs that it ran, in order."""
 
     at: int = 0
     holds: frozenset[Value] = frozenset()
@@ -44,7 +47,7 @@ World = tuple[tuple[Rank, ...], Flying]
 
 @attrs.define
 class Move:
-    """The next effect of a rank, under way in a copy of a world."""
+    """The next effect of a rank, executed in a copy of a world."""
 
     rank: int
     num_ranks: int
@@ -55,10 +58,10 @@ class Move:
     flying: dict[Wire, tuple[Message, ...]]
 
     def done(self, capacity: int, buffers: int | None, returning: frozenset[int]) -> bool:
-        """Execute the effect; False if the rank has to wait.
+        """Execute the effect; return False if the rank has to wait.
 
         Raises:
-            Wrong: the effect is a fault here.
+            Wrong: the effect is an error in this world.
         """
         mb = self.effect.microbatch
         end = self.num_stages - 1
@@ -126,7 +129,7 @@ class Move:
         return True
 
     def goes_on(self, stage: int) -> bool:
-        """Whether the result of a stage goes to another rank."""
+        """Whether the result of a stage is sent to another rank."""
         return self.num_ranks > 1 and 0 <= stage < self.num_stages - 1
 
     def require(self, holds: bool, wrong: str) -> None:
@@ -140,7 +143,8 @@ class Move:
         self.holds.remove(value)
 
     def flies(self, mb: int, stage: int | None = None) -> bool:
-        """Whether a message of this rank for a micro-batch, made by a stage, is in flight."""
+        """Whether a message of this rank for a micro-batch is in flight; with `stage`, only that
+        stage's result counts."""
         mine = (
             message
             for wire, sent in self.flying.items()
@@ -150,7 +154,7 @@ class Move:
         return any(message[0] == mb and stage in (None, message[2]) for message in mine)
 
     def run(self, stage: int, buffers: int | None) -> None:
-        """Run a stage, which overwrites the oldest of its output buffers."""
+        """Run a stage, which overwrites the oldest of its `buffers` output buffers."""
         if stage > 0:
             self.take(
                 "input" if self.num_ranks > 1 else "result",
@@ -161,7 +165,7 @@ class Move:
             old = runs[-buffers]
             self.require(not self.flies(old, stage), f"overwrites micro-batch {old} in flight")
             self.holds.discard(("result", old, stage))
-            if stage == self.num_stages - 1:  # the output is the result, as the stage left it
+            if stage == self.num_stages - 1:  # the output shares the last stage's result buffer
                 self.holds.discard(("output", old, 0))
         self.ran.append((stage, self.effect.microbatch))
         self.holds |= {
@@ -200,7 +204,8 @@ class Move:
 
 
 def stages_of(programs: Sequence[Program]) -> int:
-    """The number of stages: the multiple of the ranks that the highest number asks for."""
+    """The number of stages: the least multiple of the number of ranks that exceeds the highest
+    stage in the programs."""
     stages = [
         e.stage for p in programs for e in p.effects if isinstance(e, Run) and e.stage is not None
     ]
@@ -212,10 +217,10 @@ def stages_of(programs: Sequence[Program]) -> int:
 def ways_on(
     programs: Sequence[Program], world: World, capacity: int, buffers: int | None
 ) -> Iterator[World]:
-    """Each world that one effect of one rank leads to.
+    """Yield each world that one effect of one rank leads to.
 
     Raises:
-        Wrong: a rank's next effect is a fault.
+        Wrong: a rank's next effect is an error.
     """
     ranks, flying = world
     stages = stages_of(programs)
@@ -235,7 +240,7 @@ def explore(programs: Sequence[Program], capacity: int, buffers: int | None = No
     """Visit every reachable world, and return their number.
 
     Raises:
-        Wrong: in one of them a rank goes wrong, or no rank can move although work is left.
+        Wrong: in one of them a rank makes an error, or no rank can move although work is left.
     """
     start: World = (tuple(Rank() for _ in programs), ())
     visited = {start}
@@ -261,8 +266,8 @@ def explore(programs: Sequence[Program], capacity: int, buffers: int | None = No
 
 
 def compare_ranks(programs: Sequence[Program]) -> None:
-    """Raise unless all ranks run the same micro-batches in one order and class, and advance with
-    all or none of them.
+    """Raise unless all ranks run the same micro-batches in the same order and classes, and advance
+    with all or none of them.
 
     Raises:
         Wrong: they do not.
@@ -301,8 +306,8 @@ def compare_ranks(programs: Sequence[Program]) -> None:
 
 
 def _kinds(program: Program, source: int, to: int) -> Iterator[str]:
-    """The kinds of the messages from one rank to another, in the order in which a rank sends or
-    receives them."""
+    """The kinds of the messages from `source` to `to`, in the order in which the program of one of
+    the two sends or receives them."""
     for effect in program.effects:
         match effect:
             case Send(other) if (program.rank, other) == (source, to):
@@ -316,7 +321,7 @@ def _kinds(program: Program, source: int, to: int) -> Iterator[str]:
 
 
 def fault(programs: Sequence[Program], *, buffers: int | None = None) -> str | None:
-    """The fault of some programs, in words; None if they are right."""
+    """A description of what is wrong with the programs; None if they are correct."""
     try:
         compare_ranks(programs)
         for capacity in CAPACITIES:
@@ -327,8 +332,10 @@ def fault(programs: Sequence[Program], *, buffers: int | None = None) -> str | N
 
 
 def fenced(programs: Sequence[Program], buffers: int | None) -> bool:
-    """Whether every result that is sent is fenced before it is overwritten. The program must have
-    the fence between the two, even if something else would keep them apart."""
+    """Whether every result that is sent is fenced before it is overwritten.
+
+    The fence must be in the program between the two, even if something else orders them.
+    """
     return buffers is None or all(_fenced(program, buffers) for program in programs)
 
 

@@ -1,5 +1,5 @@
-"""Hypothesis as a search: the smallest example on which a function raises, and the arguments that a
-user may pass to draw examples."""
+"""Searches with Hypothesis for the smallest example on which a function raises, and turns a user's
+arguments into strategies."""
 
 import inspect
 import sys
@@ -30,15 +30,19 @@ NOT_AGAIN = (
 
 @attrs.frozen
 class Found:
-    """The result of a search: the number of examples up to the first failure, or of all, and the
-    error of the smallest failing example."""
+    """The result of a search.
+
+    Args:
+        examples: the number of examples up to the first failure; of all examples if none failed.
+        error: the error of the smallest failing example; None if none failed.
+    """
 
     examples: int
     error: Exception | None
 
 
 def once(run: Callable[[Any], None], example: Any) -> Found:
-    """As `search`, for one example."""
+    """Run one example, and return the result in the form of `search`."""
     try:
         run(example)
     except CheckError:
@@ -57,16 +61,16 @@ def search(
 ) -> Found:
     """Call `run` on examples until it raises, and then on ever smaller ones, with a progress bar.
 
-    The active Hypothesis profile says how many there are, unless `max_examples` does, whether they
-    are the same each time, and which database remembers what failed, so that the next search begins
-    there. Nothing is printed.
+    The active Hypothesis profile determines the number of examples (unless `max_examples` is
+    given), whether they are the same each time, and the database of failures, with which the next
+    search begins. Nothing but the progress bar is printed.
 
     Args:
         title: names the search in the progress bar.
         functions: the user's functions. Their code and the title are the key in the database.
 
     Returns:
-        The result; with 0 examples, the profile generates none, and the database had none.
+        The result; it has 0 examples if the profile generates none, and the database has none.
     """
     from hypothesis import Phase, Verbosity, given, settings
     from hypothesis.errors import Flaky
@@ -107,8 +111,8 @@ def search(
                 failures.append(error)
             raise
 
-    # Without a key of its own every search would have that of `test`; `hypothesis.find` sets the
-    # same attribute.
+    # Hypothesis would use `test`'s own key for every search, since it is always the same function.
+    # `hypothesis.find` sets the same attribute.
     vars(test)["_hypothesis_internal_database_key"] = _key(title, functions)
     shown = sys.stderr.isatty() or "ipykernel" in sys.modules
     with tqdm(
@@ -117,7 +121,7 @@ def search(
         try:
             test()
         except SkipTest:
-            pass  # no phase of the profile had an example
+            pass  # Hypothesis raises this if no phase of the profile has an example
         except Flaky:
             if not failures:
                 raise
@@ -131,7 +135,7 @@ def search(
 
 
 def _key(title: str, functions: Sequence[Callable[..., Any]]) -> bytes:
-    """The key of a search in a database: other functions of the same name have another one."""
+    """The key of a search in the database, which differs for other functions of the same name."""
     parts = [title]
     for fn in map(inspect.unwrap, functions):
         code = getattr(fn, "__code__", None)
@@ -147,7 +151,8 @@ def _key(title: str, functions: Sequence[Callable[..., Any]]) -> bytes:
 
 
 def remember(error: Exception, args: Any) -> None:
-    """Attach to an error the arguments on which a user's function raised it, unless it has some."""
+    """Attach to an error the arguments on which a user's function raised it, unless some are
+    attached."""
     vars(error).setdefault("__weft_args__", args)
 
 
@@ -175,31 +180,32 @@ def check_numbers(call: str, max_examples: Any, atol: Any, rtol: Any) -> None:
 
 
 def is_control(error: BaseException) -> bool:
-    """Whether an error is a signal to Hypothesis itself, such as that of `assume`."""
+    """Whether an error is Hypothesis's own control flow, such as the one that `assume` raises."""
     errors = sys.modules.get("hypothesis.errors")
     return errors is not None and isinstance(error, errors.HypothesisException)
 
 
 def is_strategy(value: Any) -> bool:
-    """Whether a value is a strategy of Hypothesis; Hypothesis is not imported for the answer."""
+    """Whether a value is a Hypothesis strategy. It does not import Hypothesis: whoever has made a
+    strategy has done so."""
     module = sys.modules.get("hypothesis.strategies")
     return module is not None and isinstance(value, module.SearchStrategy)
 
 
 def as_given(args: Any, call: str) -> Any:
-    """Make a strategy that draws arguments; return the arguments themselves if none of them is a
+    """Turn `args` into a strategy that draws arguments; return them unchanged if none of them is a
     strategy.
 
     Args:
         args: a strategy that draws a tuple (of positional arguments) or a dict (of arguments by
             name); or such a tuple or dict, whose entries may be strategies.
-        call: for the error.
+        call: the call that the error shows.
 
     Raises:
         CheckError: `args` is something else.
     """
     if is_strategy(args):
-        return args  # what it draws is for `check_arguments`
+        return args  # the caller applies `check_arguments` to what it draws
     check_arguments(args, call)
     if not any(map(is_strategy, args.values() if isinstance(args, dict) else args)):
         return args
@@ -216,7 +222,7 @@ def as_given(args: Any, call: str) -> Any:
 
 
 def check_arguments(args: Any, call: str, verb: str = "is ") -> Any:
-    """Return `args` if it is the arguments of a call, and raise CheckError if not."""
+    """Return `args` if it is a tuple, or a dict by names; otherwise raise CheckError."""
     if type(args) is tuple or (type(args) is dict and all(isinstance(name, str) for name in args)):
         return args
     instead = (
@@ -228,7 +234,7 @@ def check_arguments(args: Any, call: str, verb: str = "is ") -> Any:
 
 
 def copies(tree: Any, device: torch.device | str | None = None) -> Any:
-    """Copy a tree with its tensors, to another device if one is given."""
+    """Copy a tree and its tensors, to another device if one is given."""
 
     def copy(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -242,14 +248,14 @@ def copies(tree: Any, device: torch.device | str | None = None) -> Any:
 
 
 def call_with(fn: Callable[..., Any], args: tuple[Any, ...] | dict[str, Any]) -> Any:
-    """Call a function with arguments in order, or by name."""
+    """Call a function with positional arguments (a tuple) or arguments by name (a dict)."""
     if isinstance(args, dict):
         return fn(**args)
     return fn(*args)
 
 
 def name_of(fn: Any, otherwise: str = "f") -> str:
-    """The name of a function in a message."""
+    """A function's name for messages; `otherwise` for a lambda or an object without a name."""
     name = getattr(fn, "__name__", "")
     if not (name and "<" not in name):
         name = otherwise
@@ -259,8 +265,8 @@ def name_of(fn: Any, otherwise: str = "f") -> str:
 
 
 def names_of(fns: Sequence[Any]) -> list[str]:
-    """The names of two functions in one message; if they have the same name, as after
-    `functools.wraps`, with `f` and `g` added."""
+    """The names of two functions for one message; `f` and `g` are added if the names are equal, as
+    after `functools.wraps`."""
     names = [name_of(fn, other) for fn, other in zip(fns, "fg", strict=True)]
     if len(set(names)) == len(names):
         return names

@@ -1,5 +1,4 @@
-"""`ServedModel`: a model that engines serve, and the tokens that its completions must have, by an
-oracle."""
+"""`ServedModel`: a model that engines serve, and an oracle for the tokens of its completions."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,14 +16,14 @@ from weft.transforms.engine.requests.masks import Mask
 
 @attrs.frozen(eq=False)
 class CompletionRequest:
-    """One completion whose tokens an oracle is asked for.
+    """One completion, whose tokens the oracle returns.
 
     Args:
         prompt: token ids.
-        sampling: its parameters, with `n=1` and the completion's own seed.
+        sampling: the sampling parameters, with `n=1` and the completion's own seed.
         max_tokens: the most tokens to generate.
-        adapter: the name of its LoRA adapter; None: the model alone.
-        mask: says which tokens may be next; None: any.
+        adapter: the name of the LoRA adapter; None: the model alone.
+        mask: allows some tokens at each position; None: all are allowed.
     """
 
     prompt: tuple[int, ...]
@@ -39,7 +38,7 @@ Oracle = Callable[[CompletionRequest], Sequence[int] | None]
 
 @attrs.frozen
 class CompletionKey:
-    """A completion, by the places of what it is asked in the lists of a `ServedModel`."""
+    """Identifies a completion by indices into the lists of a `ServedModel`."""
 
     prompt: int
     sampling: int
@@ -50,7 +49,7 @@ class CompletionKey:
 
 @attrs.frozen(eq=False, kw_only=True)
 class ServedModel:
-    """The model, its oracle, and all that an example chooses from."""
+    """The model, its oracle, and everything that examples choose from."""
 
     model: Model
     expected: Oracle | None
@@ -81,7 +80,7 @@ class ServedModel:
         return self.masks[place]
 
     def tokens(self, key: CompletionKey) -> list[int]:
-        """All tokens of a completion, by the oracle."""
+        """All tokens of a completion, from the oracle; without its answer, from the model alone."""
         if key not in self._expected_tokens:
             params = self.sampling[key.sampling]
             sampling = attrs.evolve(

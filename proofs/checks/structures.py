@@ -1,4 +1,4 @@
-"""The first difference between the structures of two trees."""
+"""Finds the first difference between the structures of two trees."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from weft.value_keys import value_key
 def structure_difference(
     actual: TreeSpec, expected: TreeSpec, path: str = ""
 ) -> tuple[str, str, str] | None:
-    """The path of the first node that differs, and both sides in words; None if the structures are
-    equal.
+    """The path of the first node that differs, and a description of both sides; None if the
+    structures are equal.
 
     >>> from weft.trees import tree_structure
     >>> structure_difference(tree_structure({"a": (1, 2)}), tree_structure({"a": [1, 2]}))
@@ -29,13 +29,13 @@ def structure_difference(
 
 
 def _told(spec: TreeSpec) -> tuple[Any, ...]:
-    """The properties of a node besides its children: the class, the number of children, dict keys,
-    static fields."""
+    """What must be equal of a node besides its type and children: the number of children, the
+    context (static fields among it), and dict keys."""
     return len(children_of(spec)), spec.context, [value_key(key) for key in _keys(spec) or ()]
 
 
 def _keys(spec: TreeSpec) -> list[Any] | None:
-    """The keys of a dict."""
+    """The keys of a dict node; None for other nodes."""
     if not (isinstance(spec.type, type) and issubclass(spec.type, dict)):
         return None
     keys = spec.context
@@ -47,7 +47,7 @@ def _keys(spec: TreeSpec) -> list[Any] | None:
 
 
 def _names(spec: TreeSpec) -> list[str]:
-    """The children's paths relative to the node, as `weft.trees.leaves_with_names` writes them."""
+    """The children's paths relative to the node, in the form of `weft.trees.leaves_with_names`."""
     if (keys := _keys(spec)) is not None:
         return [f"[{key!r}]" for key in keys]
     if isinstance(spec.type, type) and (fields := node_fields(spec.type)) is not None:

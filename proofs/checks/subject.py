@@ -1,5 +1,4 @@
-"""A user's function under its laws: how it is called, and sequences of its calls, eagerly and by a
-graph."""
+"""`Subject`: the user's function under test, and how to call it, eagerly and by a graph."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -24,14 +23,14 @@ from weft.value_keys import value_key
 Arguments = dict[str, Any]
 
 
-# What to find out before any other call: what a capture of the only call refuses
+# A question for a process that has made no other call: what a capture refuses in the only call
 # (`Subject.refusal`), or what the calls return in this order (`Subject.outcomes`).
 Question = tuple[Literal["refusal", "outcomes"], Sequence[Arguments]]
 
 
 @attrs.frozen(eq=False)
 class Outcome:
-    """The result of a call; or the error that it raised, in words."""
+    """The result of a call, or the text of the error that it raised."""
 
     result: Any
     error: str = ""
@@ -39,13 +38,13 @@ class Outcome:
 
 @attrs.frozen(eq=False)
 class Subject:
-    """The function under test, the options that graphify it, and the tolerance where shapes differ.
+    """The function under test, the options to graphify it with, and a tolerance.
 
     Args:
-        graph: of the function; it serves as the pattern, and captures nothing itself.
-        name: of the function, in messages.
-        tolerance: where two runs have different shapes.
-        processes: that have seen no call of the function; None: there are none.
+        graph: the graphified function, which is only copied and captures nothing itself.
+        name: the function's name in messages.
+        tolerance: applies if two runs have different shapes.
+        processes: processes that have seen no call of the function; None: there are none.
     """
 
     graph: Graphified[..., Any]
@@ -54,15 +53,14 @@ class Subject:
     processes: FreshProcesses | None = None
 
     def answer(self, question: Question) -> Any:
-        """The answer to a question."""
+        """Answer a question in this process."""
         what, calls = question
         if what == "refusal":
             return self.refusal(calls[0])
         return self.outcomes(calls)
 
     def ask(self, question: Question) -> Any:
-        """The answer of a process that has seen no call of the function; None if there is no such
-        process."""
+        """The answer of a process that has seen no call of the function; None if there is none."""
         if self.processes is None:
             return None
         return self.processes.ask(question)
@@ -81,7 +79,7 @@ class Subject:
         return ""
 
     def outcomes(self, calls: Sequence[Arguments]) -> list["Outcome"]:
-        """The results of calls in this order."""
+        """The results of calls, made in this order."""
         return [self._outcome(call) for call in calls]
 
     def _outcome(self, call: Arguments) -> "Outcome":
@@ -97,7 +95,7 @@ class Subject:
         return fn
 
     def fresh(self) -> Graphified[..., Any]:
-        """The function graphified, without any graph yet."""
+        """The function graphified anew, with no graph captured yet."""
         return copy.copy(self.graph)
 
     def call(self, fn: Callable[..., Any], arguments: Arguments) -> Any:
@@ -138,11 +136,11 @@ class Subject:
         }
 
     def donated(self, arguments: Arguments) -> Arguments:
-        """The arguments whose storage the function takes."""
+        """The donated arguments, whose storage the function takes over."""
         return {name: arguments[name] for name in self.graph.roles.donated if name in arguments}
 
     def copied(self, arguments: Arguments) -> Arguments:
-        """The others."""
+        """The arguments that a graph copies before it is replayed."""
         return {
             name: value
             for name, value in arguments.items()
@@ -152,7 +150,7 @@ class Subject:
     def expect(
         self, actual: Any, expected: Any, names: tuple[str, str], tolerance: Tolerance | None = None
     ) -> None:
-        """Raise LawViolation unless two results are equal (bitwise if no tolerance is given)."""
+        """Raise LawViolation unless the two results are equal, bitwise if no tolerance is given."""
         if (difference := find_difference(actual, expected, tolerance)) is not None:
             raise LawViolation(difference.text(*names))
 
@@ -167,8 +165,8 @@ class Subject:
             ) from error
 
     def beside_the_state(self, result: Any, call: Arguments) -> Any:
-        """A call's result without the next values of donated arguments, whose storage the next call
-        takes."""
+        """A call's result without the next values of donated arguments, which the next call may
+        overwrite."""
         leaves, structure = tree_flatten(result)
         for span in _next_spans(result, self.donated(call)).values():
             leaves[span.start : span.stop] = [None] * len(span)
@@ -177,9 +175,12 @@ class Subject:
     def replays(
         self, calls: Sequence[Arguments], graph: Graphified[..., Any]
     ) -> Iterator[tuple[Any, Any, Arguments]]:
-        """Yield the results of the graph and of the function, and the call they are for. Each call
-        runs twice, so that a replay follows those of other calls: on the state that the previous
-        call returned, and, where shapes agree, on the values of other calls."""
+        """Yield pairs of results, of the graph and of the function, each with its call.
+
+        Each call runs twice, so that one of its replays follows replays of other calls. It runs on
+        the state that the previous call returned, and also with the values of other calls whose
+        shapes agree.
+        """
         worlds = [_World(self, call) for call in calls]
         for _ in range(2):
             for world in worlds:
@@ -192,7 +193,7 @@ class Subject:
 
 @attrs.define(eq=False)
 class _World:
-    """One call's params and state, which a graph reads in place; two copies, for the function and
+    """One call's params and state, which a graph reads in place: a copy for the function, and one
     for the graph."""
 
     subject: Subject
@@ -205,18 +206,21 @@ class _World:
         self.reset()
 
     def reset(self) -> None:
-        """Start again from the call as it was drawn."""
+        """Start again from the values as drawn."""
         references = self.subject.referenced(self.drawn_call)
         self.eager = copies(references)
         self.graphed = copies(references)
         self.fresh = True
 
     def step(self, graph: Graphified[..., Any], call: Arguments) -> tuple[Any, Any] | None:
-        """Run the graph and the function on the values of a call. None if the function itself
-        raises: it need not accept values that were not drawn together, nor the state that it
-        returned."""
+        """Run the graph and the function on the values of a call, and return both results.
+
+        Returns None if the function itself raises: it need not accept values that were not drawn
+        together, nor the state that it returned.
+        """
         subject, copied = self.subject, self.subject.copied(call)
         graph_arguments = {**self.graphed, **copies(copied)}
+        # The function must run at the graph's padded shape: only there are the bits the same.
         padded = subject.call(graph.explain, graph_arguments).decision.descriptor
         descriptors = find_descriptors(copied)
         values = copies(copied)
@@ -237,7 +241,8 @@ class _World:
         return actual, expected
 
     def _advance(self, actual: Any, expected: Any) -> None:
-        """Continue from the call's result, if it has the next value of every donated argument."""
+        """Continue from the call's result if it has the next value of every donated argument;
+        otherwise reset."""
         kept = self.subject.donated(self.drawn_call)
         spans = _next_spans(expected, kept)
         if tree_structure(actual) != tree_structure(expected) or len(spans) < len(kept):
@@ -266,7 +271,7 @@ def _next_spans(result: Any, donated: Arguments) -> dict[str, range]:
 
 
 def kinds(arguments: Arguments) -> tuple[Any, ...]:
-    """A key that is equal for calls whose values may be exchanged."""
+    """A key that is equal for calls whose values may replace each other."""
     leaves, structure = tree_flatten(arguments)
     return structure, [
         (x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else value_key(x)

@@ -1,4 +1,4 @@
-"""The laws for any pure function, as `weft.proofs.check` runs them on a user's function."""
+"""The laws of pure functions that `weft.proofs.check` runs on a user's function."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,15 +28,15 @@ class UserLaw:
 
     Args:
         name: the name in `check(..., laws=...)`.
-        number: as in `weft.proofs.evidence.runs.suite`; empty for purity, which the other laws
-            presuppose.
+        number: the number in `weft.proofs.evidence.runs.suite`; empty for purity, which the other
+            laws presuppose.
         promise: the statement that must hold.
         run: raises LawViolation if it does not hold, and returns the number of results compared.
-        needs: what the law needs and the function lacks, in words; empty if it lacks nothing.
-        on_request: whether the law runs only on request, since only the user can know that it must
+        needs: describes what the law needs and the function lacks; empty if it lacks nothing.
+        on_request: whether the law runs only on request, since only the user knows whether it must
             hold.
-        captures: whether the law captures the function, so that a call that no capture takes breaks
-            it.
+        captures: whether the law captures the function, so that a call that cannot be captured
+            violates it.
     """
 
     name: str
@@ -62,6 +62,7 @@ def pure(subject: Subject, calls: Calls) -> int:
             if name not in subject.graph.roles.donated
         }
         subject.expect(kept, {name: call[name] for name in kept}, ("after the call", "as passed"))
+    # In reverse order, so that each call follows other calls than the first time.
     for call, (_, copy) in reversed(list(zip(calls, results, strict=True))):
         subject.expect(
             subject.call(subject.fn, copies(call)), copy, ("the second time", "the first time")
@@ -73,7 +74,7 @@ def pure(subject: Subject, calls: Calls) -> int:
 
 def _compare_with_a_first_call(subject: Subject, calls: Calls) -> int:
     """Compare the last call, which follows others, with the same call in a process that has seen no
-    other; returns the number of comparisons."""
+    other; return the number of comparisons."""
     if len(calls) < 2:
         return 0
     in_order = subject.ask(("outcomes", calls))
@@ -81,10 +82,9 @@ def _compare_with_a_first_call(subject: Subject, calls: Calls) -> int:
         alone = None
     else:
         alone = subject.ask(("outcomes", calls[-1:]))
+    # Without such a process there is nothing to compare, and a function may refuse drawn arguments.
     if alone is None or in_order[-1].error:
-        return (
-            0  # no such process; or a call that raises, which it may do for what was drawn together
-        )
+        return 0
     if alone[0].error:
         text = f"after other calls {subject.name} returns, as the first call it raises"
         raise LawViolation(f"{text}\n{alone[0].error}")
@@ -93,8 +93,8 @@ def _compare_with_a_first_call(subject: Subject, calls: Calls) -> int:
 
 
 def graph(subject: Subject, calls: Calls) -> int:
-    """L1: a replay returns the function's results at the same padded shape, the next state
-    included."""
+    """L1: a replay returns the same as the function at the same padded shape, including the next
+    state."""
     graphed = subject.fresh()
     for replayed, expected, _ in subject.replays(calls, graphed):
         subject.expect(replayed, expected, (f"graphify({subject.name})", subject.name))
@@ -102,8 +102,8 @@ def graph(subject: Subject, calls: Calls) -> int:
 
 
 def replay(subject: Subject, calls: Calls) -> int:
-    """L9: later replays do not change an earlier call's results, except for the state, whose
-    storage they take."""
+    """L9: later replays do not change an earlier call's results, except the state, whose storage
+    they take over."""
     graphed = subject.fresh()
     results = []
     for replayed, _, call in subject.replays(calls, graphed):
@@ -169,7 +169,8 @@ def _of_requests(tree: Any) -> Any:
 
 
 def microbatches(subject: Subject, calls: Calls) -> int:
-    """L13: the step on two or three parts of its batch gives the same as on the whole batch."""
+    """L13: the step on two or three parts of its batch gives the same result as on the whole
+    batch."""
     for call in calls:
         expected = subject.call(subject.fn, copies(call))
         for parts in (2, 3):
@@ -186,7 +187,7 @@ def microbatches(subject: Subject, calls: Calls) -> int:
 
 
 def bits(subject: Subject, calls: Calls) -> int:
-    """L20: in `weft.batch_invariant()`, padding and parts change no bit."""
+    """L20: in `weft.batch_invariant()`, neither padding a batch nor cutting it changes a bit."""
     return same_bits(subject, calls, _of_requests)
 
 
@@ -204,8 +205,8 @@ def _loss(fn: Callable[..., Floats]) -> Callable[..., Tensor]:
 
 
 def functorch(subject: Subject, calls: Calls) -> int:
-    """L15: torch.func of the graph and the graph of torch.func equal torch.func of the function,
-    where that exists."""
+    """L15: torch.func of the graph, and the graph of torch.func, equal torch.func of the function
+    if that does not raise."""
     count = 0
     for call in calls:
         warm = subject.fresh()
@@ -229,7 +230,7 @@ def _compare_transformed(
     try:
         expected = apply(fn, xs)
     except Exception:
-        return 0  # torch.func does not take the function itself
+        return 0  # torch.func cannot transform the function itself
     outside = f"{name} of graphify({subject.name})"
     inside = f"graphify of {name} of {subject.name}"
     result = subject.attempt(outside, lambda: apply(graphed, xs))
@@ -240,7 +241,8 @@ def _compare_transformed(
 
 
 def _on_floats(subject: Subject, fn: Callable[..., Any], call: Arguments) -> Callable[..., Floats]:
-    """The call as a function from its floating-point tensors to its floating-point results."""
+    """The call as a function from its floating-point tensors to the floating-point tensors of its
+    result."""
 
     def on_floats(*xs: Tensor) -> Floats:
         leaves, structure = tree_flatten(call)
