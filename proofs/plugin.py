@@ -1,5 +1,5 @@
-"""A pytest plugin: Hypothesis profiles for laws, tests that need a GPU, failures with code to paste,
-and no traces of torch in pytest's logs.
+"""A pytest plugin: Hypothesis profiles for laws, tests that need a GPU, failures with code to
+paste, and no traces of torch in pytest's logs.
 
 pytest loads it if weft is installed. It imports torch and Hypothesis only when your tests do, or
 when you choose a profile.
@@ -123,7 +123,7 @@ pytest_runtest_setup = pytest_runtest_call = pytest_runtest_teardown = pytest.ho
 def pytest_runtest_makereport(
     call: pytest.CallInfo[None],
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show a counterexample's code in a separate section, where no line begins with pytest's `E`."""
+    """Show a counterexample's code in its own section, where no line begins with pytest's `E`."""
     error = _counterexample(call)
     if error is not None:
         error.code_apart = True

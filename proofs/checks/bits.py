@@ -125,7 +125,7 @@ class _Recorder(OperatorWatch):
 
 
 def _calling_line() -> str:
-    """The innermost line of code outside torch and weft; without one, the innermost line of weft."""
+    """The innermost line of code outside torch and weft; if there is none, of weft."""
     frame: Any = sys._getframe(2)
     weft_line = ""
     while frame is not None:

@@ -74,7 +74,8 @@ def check(
     console: Console | None = None,
     **options: Unpack[GraphifyOptions],
 ) -> None:
-    """Check weft's laws on your function, and raise an error with the smallest calls that break one.
+    """Check weft's laws on your function, and raise an error with the smallest calls that break
+    one.
 
     It prints a row for each law. An example is a sequence of calls, so that replays of different
     calls follow one another: on tapes if the arguments are on a CPU, on CUDA graphs if they are on
@@ -283,7 +284,7 @@ class _FirstCalls:
     Args:
         subject: the function.
         audits: for each kind of call that was captured, the kind and what the capture refused.
-        refused: the first call that a capture refused while a law was checked that captures nothing.
+        refused: the first call that a capture refused during a law that captures nothing itself.
     """
 
     subject: Subject

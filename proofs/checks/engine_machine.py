@@ -73,8 +73,8 @@ def engine_machine(
             short ones.
         sampling: parameters that requests choose from; a seed of None becomes the parameters' index
             in the list. None: nine, greedy and random, with penalties, stop tokens and `n=2`.
-        masks: masks that requests choose from; half of the requests have none. Each mask must always
-            allow a token that all of `sampling` allow. None: two masks that allow half of 12
+        masks: masks that requests choose from; half of the requests have none. Each mask must
+            always allow a token that all of `sampling` allow. None: two masks that allow half of 12
             tokens; or no masks, if `sampling` is given.
         adapters: LoRA adapters by name, which the engine has in half of the examples. None: no
             adapters.

@@ -76,8 +76,8 @@ def assert_equivalent(
     raises: type[Exception] | tuple[type[Exception], ...] = (),
     max_examples: int | None = None,
 ) -> None:
-    """Raise unless `f` and `g` return bitwise equal results, in trees of the same structure, for the
-    same arguments.
+    """Raise unless `f` and `g` return equal results for the same arguments: by default bitwise, in
+    trees of the same structure.
 
     Each function gets its own copies of the arguments, which it may donate or overwrite. Outside a
     Hypothesis test, pass a strategy; inside one, pass the drawn arguments. Either way, the failure

@@ -157,7 +157,7 @@ def _answer_and_exit(answer: Callable[[Any], Any], question: bytes, end: int) ->
 
 @contextlib.contextmanager
 def _silenced() -> Iterator[None]:
-    """Within, print nothing: the process that asks makes the same calls, and prints their output."""
+    """Within, print nothing: the asking process makes the same calls, and prints their output."""
     with (
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(io.StringIO()),

@@ -43,8 +43,8 @@ COMPARISONS = ((GRAPHIFIED, EAGER), (PIPELINED, EAGER), (BOTH, EAGER), (BOTH, PI
 
 
 def run(options: Demo) -> int:
-    """Run the four ways and each prompt alone, fast and batch invariant, and print how they compare;
-    the exit code is 1 if a comparison fails.
+    """Run the four ways and each prompt alone, fast and batch invariant, and print the comparisons;
+    the exit code is 1 if one fails.
 
     Raises:
         DeviceError: this machine does not have the device.
@@ -92,7 +92,7 @@ def _in_terminal() -> bool:
 def _run(
     model: Model, prompts: list[list[int]], max_tokens: int, bar: "tqdm[Any]"
 ) -> tuple[list[RunTrace], list[RunComparison]]:
-    """The runs in the four ways, and their comparisons with each other and with each prompt alone."""
+    """The runs in the four ways, and how they compare to each other and to each prompt alone."""
 
     def traced(way: Way, *batch: list[int]) -> RunTrace:
         bar.update()

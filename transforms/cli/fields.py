@@ -13,7 +13,8 @@ import attrs
 from weft.errors import RequestError, WeftError
 from weft.transforms.cli.flags import Kind
 
-# The groups of options in the order of `--help`. Exactly one option of the group `model` is required.
+# The groups of options in the order of `--help`. Exactly one option of the group `model` must be
+# given.
 GROUPS = (
     "model",
     "options",

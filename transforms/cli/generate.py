@@ -97,8 +97,8 @@ def _complete(here: Here, options: Generate) -> tuple[Completed, list[Certificat
 def _check_room(
     options: Generate, config: ModelConfig, lengths: Iterable[int], or_more: str = ""
 ) -> None:
-    """Refuse an explicit `--max-tokens` that exceeds the model's positions after the longest prompt;
-    the default is cut to fit.
+    """Refuse an explicit `--max-tokens` for which the model lacks positions after the longest
+    prompt; the default is cut to fit.
 
     Args:
         lengths: the number of tokens of each prompt, or a lower bound of it.

@@ -22,7 +22,7 @@ from weft.transforms.cli.fields import Options, flag_of, flagged
 from weft.transforms.cli.options import Bench, Demo, Doctor, Generate, Plan, Serve, Verify
 from weft.transforms.cli.printing import printable
 
-# The exit codes that a shell reports for a process ended by a signal: 128 + SIGINT (2), SIGPIPE (13).
+# The exit codes that a shell reports for a process that SIGINT (2) or SIGPIPE (13) ended: 128 more.
 _INTERRUPTED = 130
 _BROKEN_PIPE = 141
 

@@ -43,7 +43,7 @@ from weft.transforms.cli.flags import (
 )
 from weft.transforms.graphs.ladder import MODES
 
-# The values of `--preset`. They repeat the names in `weft.stages.random_weights`, which would import
+# The values of `--preset`. They repeat the names in `weft.stages.random_weights`, which imports
 # torch.
 PRESETS = (
     "tiny",

@@ -134,7 +134,7 @@ def in_ranks(fn: Callable[[Here, *Ts], T], options: RunOptions, *args: *Ts) -> T
 
 
 def num_stages(options: ModelOptions) -> int:
-    """The number of pipeline stages: `--pp`, else torchrun's processes divided by `--tp`, else 1."""
+    """The number of pipeline stages: `--pp`, else torchrun's processes over `--tp`, else 1."""
     return options.num_stages or max(world_size(options) // options.tp, 1)
 
 
@@ -170,8 +170,8 @@ def _as_rank(fn: Callable[[Here, *Ts], T], options: RunOptions, *args: *Ts) -> T
 
 
 def _check_device(options: RunOptions, num_ranks: int) -> None:
-    """Refuse a device that the transport does not serve, or that several ranks of this machine would
-    have to share."""
+    """Refuse a device that the transport does not serve, or that several ranks here would have to
+    share."""
     device = pick_device(options.device, call=f"--device {options.device}")
     transport = options.transport
     on_gpus = device.type == "cuda"
@@ -326,7 +326,7 @@ def _with_stages(options: RunOptions, model: Model) -> Model:
 
 
 def open_drafts(options: RunOptions, here: Here) -> Speculation | None:
-    """The speculation that the options describe; only ranks of the first stage load the draft model."""
+    """The speculation that the options describe; only the first stage loads the draft model."""
     count = options.speculate
     folder = options.draft
     if count is None or folder is None:

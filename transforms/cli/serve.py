@@ -57,7 +57,7 @@ def run(options: Serve) -> int:
 
 
 def _check_files(options: Serve) -> None:
-    """Refuse a limit of open files that leaves too few for connections, before the model is loaded."""
+    """Refuse a limit of open files that leaves too few connections, before loading the model."""
     from weft.transforms.server.listening import MIN_CONNECTIONS, SPARE_FILES, raise_file_limit
 
     limit = raise_file_limit()

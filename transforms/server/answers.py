@@ -83,7 +83,7 @@ class Part:
 
     @property
     def text_offsets(self) -> list[int]:
-        """For each token, the offset of its text in the choice's text; empty if there is no text."""
+        """For each token, the offset of its text in the choice's text; empty without text."""
         if self.choice.track is None:
             return []
         return self.choice.track.text_offsets[self.start : self.stop]

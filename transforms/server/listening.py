@@ -1,4 +1,4 @@
-"""`listen`: an HTTP listener that bounds the time and number of connections, and ends on a signal."""
+"""`listen`: an HTTP listener that limits the time and number of connections, until a signal."""
 
 import asyncio
 import contextlib

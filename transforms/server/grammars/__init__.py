@@ -1,1 +1,1 @@
-"""`response_format`: schemas and grammars, compiled within limits into token masks for the engine."""
+"""`response_format`: schemas and grammars, compiled within limits to token masks."""

@@ -50,8 +50,8 @@ _COMBINED = "anyOf", "oneOf", "allOf"
 _TIME = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,6})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)"
 _DATE = r"([1-9]\d{3}-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8])))"
 _BYTE = r"(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
-# Formats for which XGrammar also allows invalid texts, such as February 30th; these patterns replace
-# them. They do not allow February 29th, in any year.
+# Formats for which XGrammar also allows invalid texts, such as February 30th. These patterns are
+# used instead; they do not allow February 29th in any year.
 _FORMATS = {
     "date": _DATE,
     "time": _TIME,
