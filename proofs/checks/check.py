@@ -151,6 +151,7 @@ def check(
 
     rows: list[Row] = []
     _warm_up()
+    # Processes are forked before the function's first call, which they must not have seen.
     with warnings.catch_warnings(), FreshProcesses(subject.answer) as processes:
         subject = attrs.evolve(subject, processes=processes)
         first_calls = _FirstCalls(subject)
@@ -238,6 +239,7 @@ def _row(
             raise
 
     title = f"check({subject.name}), law {law.name!r}"
+    # An earlier law has met a call that cannot be captured: no search is needed.
     if law.captures and first_calls.refused is not None:
         result = once(run, [first_calls.refused])
     elif is_strategy(examples):

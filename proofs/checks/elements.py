@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+# For each size in bytes, the integer dtype as which bits are compared.
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -150,6 +150,7 @@ def engine_machine(
         pipeline=pipeline,
         max_tokens=max_tokens,
     )
+    # A new class for each call, because Hypothesis makes instances without arguments.
     return type(
         "EngineMachine", (EngineMachine,), {"subject": subject, "__doc__": EngineMachine.__doc__}
     )

@@ -98,7 +98,7 @@ def search(
     @given(examples)
     def test(example: Any) -> None:
         nonlocal count
-        count += not failures
+        count += not failures  # after the first failure, Hypothesis only shrinks
         bar.update()
         try:
             run(example)

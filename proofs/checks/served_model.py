@@ -83,6 +83,7 @@ class ServedModel:
         """All tokens of a completion, from the oracle; without its answer, from the model alone."""
         if key not in self._expected_tokens:
             params = self.sampling[key.sampling]
+            # Each of the `n` completions has its own seed, so that it can be computed alone.
             sampling = attrs.evolve(
                 params, n=1, seed=sample_seeds(params.seed or 0, params.n)[key.sample]
             )
@@ -102,6 +103,7 @@ class ServedModel:
         is_adapted = request.adapter is not None
         if is_adapted not in self._engines:
             most = self.max_model_len
+            # The reference is the simplest engine: one request, read whole, eager, no run-ahead.
             limits = EngineLimits(max_num_reqs=1, max_num_tokens=most, max_model_len=most)
             limits = attrs.evolve(limits, num_pages=-(-most // limits.page_size))
             if is_adapted:

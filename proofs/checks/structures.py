@@ -39,6 +39,7 @@ def _keys(spec: TreeSpec) -> list[Any] | None:
     if not (isinstance(spec.type, type) and issubclass(spec.type, dict)):
         return None
     keys = spec.context
+    # A defaultdict's context is the pair of its factory and its keys.
     return list(
         keys[1]
         if isinstance(keys, list | tuple) and len(keys) == 2 and isinstance(keys[1], list)

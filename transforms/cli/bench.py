@@ -232,7 +232,7 @@ def evaluate(options: Bench) -> tuple[dict[str, Any], Iterator[Any]]:
     with options.about(f"--eval {options.eval}"):
         tasks = read_tasks(str(options.eval))
     splits = [attrs.evolve(options, pp=pp) for pp in options.splits]
-    for split in splits:
+    for split in splits:  # refuse a wrong split before the first one runs
         read_config(split)
     scores = [one for split in splits for one in in_ranks(score_modes, split, split, tasks)]
     labels = [{"graph": graph, "stages": num_stages(s)} for s in splits for graph in options.graphs]

@@ -21,7 +21,7 @@ _SHOWN = 24
 def run(options: Verify) -> int:
     """Verify the certificates and print the results; the exit code is 1 unless all are equal."""
     certificates = Certificate.load_all(options.certificate)
-    read_config(options)
+    read_config(options)  # refuse options that do not fit the model, before any rank starts
     results = in_ranks(_verify, options, options, certificates)
     if options.json:
         print("\n".join(write_json(_row(one)) for one in results))

@@ -199,6 +199,7 @@ class Writer:
         """The `logprobs` of a chat message: one object per token."""
         content = []
         for token, logprob, top in part.tokens:
+            # Both entries of the chosen token must have the same bits.
             logprobs = {each: logprob if each == token else value for each, value in top.items()}
             likeliest = sorted(logprobs.items(), key=lambda pair: -pair[1])[
                 : None if num_top < 0 else num_top
@@ -223,6 +224,8 @@ class Writer:
             if logprob is None or top is None:
                 entries.append(None)
                 continue
+            # `top` is in order of likelihood, so a place in it is a rank. The prompt's own token may
+            # be beyond it.
             places: dict[int, int | None] = {each: place for place, each in enumerate(top, 1)} | {
                 token: rank
             }

@@ -445,6 +445,7 @@ class Server:
         try:
             yield
         finally:
+            # A grammar that is being compiled may take long, and nobody waits for it any more.
             self._compilers.shutdown(wait=False, cancel_futures=True)
             if self._renderer is not None:
                 self._renderer.close()

@@ -35,6 +35,7 @@ def refuse_browsers(headers: Mapping[str, str], is_local: bool) -> None:
         raise Refusal(403, message, "permission_error", code="forbidden_host")
     origin = headers.get("origin")
     if origin is not None:
+        # A page without an origin of its own sends `null`, which gives an empty name: refused, too.
         name = _name_of(origin.partition("://")[2])
         if name != host and not is_loopback(name):
             message = (
@@ -60,4 +61,5 @@ def _name_of(place: str) -> str:
     parts = _PLACE.fullmatch(place.strip().lower().rstrip("/"))
     if parts is None:
         return ""
+    # A fully qualified name may end with a dot.
     return parts["address"] or parts["name"].rstrip(".")

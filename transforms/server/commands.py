@@ -143,6 +143,7 @@ def _tensor(name: str, value: Any, like: torch.Tensor | None) -> torch.Tensor:
     try:
         if not isinstance(value, Mapping):
             return torch.tensor(value, dtype=dtype)
+        # Writable memory, since torch.frombuffer warns about bytes, which are read-only.
         raw = bytearray(base64.b64decode(value["base64"], validate=True))
         return (
             torch.frombuffer(raw, dtype=_DTYPES[value["dtype"]]).reshape(value["shape"]).to(dtype)

@@ -54,6 +54,7 @@ class Form(ABC):
         self.choices = checked_request.choices()
         self.writer = checked_request.writer
         options = checked_request.body.stream_options
+        # With logprobs or running usage, chunks differ in more than their text.
         self._is_plain = not (
             has_logprobs or (options is not None and options.continuous_usage_stats)
         )

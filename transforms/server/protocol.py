@@ -202,6 +202,7 @@ class CompletionRequest(Sampled):
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool = False
+    # Of these fields, only values that change nothing are supported.
     suffix: Literal[""] | None = None
     best_of: Literal[1] | None = None
     return_tokens_as_token_ids: bool = False
@@ -218,6 +219,7 @@ class ChatRequest(Sampled):
     add_generation_prompt: bool = True
     continue_final_message: Literal[False] = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    # Values that ask for no tools are accepted, since a client may always send these fields.
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     tool_choice: Literal["none"] | None = None
 

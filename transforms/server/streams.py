@@ -113,7 +113,7 @@ class Progress:
                 state.append_text(token, is_stop=reason == "stop" and place == len(new))
             if reason is not None:
                 state.end(reason)
-        except BaseException as error:
+        except BaseException as error:  # a panic in tokenizers, which is Rust, is no Exception
             call = f"the text of {state.request.id}, of {len(state.token_ids)} tokens"
             decode_error = blame(
                 error,

@@ -68,7 +68,9 @@ class ChatRenderer:
         if not hasattr(os, "fork"):
             return
         self._control, theirs = socket.socketpair()
+        # -P keeps the script's folder off sys.path, where weft's modules could hide others.
         words = [sys.executable, "-P", chat_jinja.__file__, f"{theirs.fileno()}"]
+        # In a session of its own, since a terminal's Ctrl-C is for the server alone.
         with theirs:
             self._process = subprocess.Popen(
                 words, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()], start_new_session=True
@@ -116,6 +118,7 @@ class ChatRenderer:
         connection = self._begin(rendering)
         reader, writer = await asyncio.open_unix_connection(sock=connection)
         answer: dict[str, Any] | None = None
+        # Without an answer the process may still run, also if the client has gone: it is killed.
         try:
             async with asyncio.timeout(self._seconds):
                 writer.write(message)

@@ -53,6 +53,7 @@ class Vocabulary:
     @_file.default
     def _read(self) -> dict[str, Any]:
         file: dict[str, Any] = json.loads(self.tokenizer.to_str())
+        # Without its two large lists, which nothing here needs.
         file["model"] = {
             name: value for name, value in file["model"].items() if name not in ("vocab", "merges")
         }
