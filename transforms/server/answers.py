@@ -224,8 +224,8 @@ class Writer:
             if logprob is None or top is None:
                 entries.append(None)
                 continue
-            # `top` is in order of likelihood, so a place in it is a rank. The prompt's own token may
-            # be beyond it.
+            # `top` is in order of likelihood, so a place in it is a rank. The prompt's own token
+            # may be beyond it.
             places: dict[int, int | None] = {each: place for place, each in enumerate(top, 1)} | {
                 token: rank
             }

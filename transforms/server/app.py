@@ -513,7 +513,7 @@ async def _within(
 
 
 class EventStream(Response):
-    """A response of server-sent events; those of the last parts are sent with the end of stream.
+    """A response of server-sent events; the last parts are sent with the end of the stream.
 
     Args:
         first: the first parts of the answer.

@@ -34,8 +34,8 @@ class ClosedError(WeftError):
 
 @attrs.define(eq=False)
 class _Listener:
-    """The deltas of a client's request that were not taken yet. A slow client takes those of
-    several steps at once."""
+    """The deltas of a client's request that were not taken yet. A slow client takes several steps'
+    deltas at once."""
 
     deltas: list[tuple[int, Delta]] = attrs.field(factory=list)
     error: WeftError | None = None

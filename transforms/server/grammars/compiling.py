@@ -339,7 +339,7 @@ def _limit_memory(more: int) -> None:
         with open("/proc/self/statm", encoding="ascii") as file:
             taken = int(file.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (taken + more, taken + more))
-    except (ImportError, OSError, ValueError):  # the system has no such limit; that of time remains
+    except (ImportError, OSError, ValueError):  # no such limit here; the time limit still applies
         return
 
 
