@@ -1,4 +1,4 @@
-"""L24: what depends on tensors is right in a graph, or refused."""
+"""L24: a graph of any tensor program gives the program's results, or weft refuses it."""
 
 import concurrent.futures
 import re
@@ -22,22 +22,21 @@ from weft.transforms.graphs.graphify import graphify
 from weft.trees import tree_leaves, tree_map
 
 _LAW = "L24 graph is eager"
-# The errors that a call of a graph may raise: one of an operator, which the function would handle,
-# ends a replay.
+# The errors by which a call of a graph may refuse. `LinAlgError` is one of them because a replay
+# cannot run the function's own handler: an operator's error ends the replay.
 REFUSALS: tuple[type[Exception], ...] = (WeftError, vars(torch.linalg)["LinAlgError"])
 
 
 @attrs.define
 class Tally:
-    """Counts of programs.
+    """Counts of what a law compared.
 
     Args:
-        programs: that were compared.
-        calls: of their graphs.
-        replays, captures: the calls that a graph answered, and the graphs that were captured for
-            them.
+        programs: programs compared.
+        calls: calls made of their graphs.
+        replays, captures: calls that a graph replayed, and graphs captured for them.
         errors: programs that raise an error without weft too.
-        refused: programs that weft refused, by the reason.
+        refused: programs that weft refused, by reason.
     """
 
     programs: int = 0
@@ -48,7 +47,7 @@ class Tally:
     refused: Counter[str] = attrs.field(factory=Counter)
 
     def add(self, other: "Tally") -> None:
-        """Count another tally's programs too."""
+        """Add another tally's counts to this one."""
         self.programs += other.programs
         self.calls += other.calls
         self.replays += other.replays
@@ -78,8 +77,11 @@ class _World:
 
 @attrs.frozen
 class _Outcome:
-    """The result of a call, or its error; copies of its arguments after the call, without donated
-    ones; copies of all arguments before and after it; and the storages in which they lie."""
+    """What one call left behind.
+
+    `result` is the returned value or the error. `arguments` are copies of the arguments after the
+    call, without the donated ones; `before` and `after` are copies of all of them; `storages` are
+    the storages of the arguments."""
 
     result: Any
     arguments: list[Any]
@@ -91,17 +93,17 @@ class _Outcome:
 def graph_is_eager_on_tensor_programs(
     program: TensorProgram, device: str = "cpu", tally: Tally | None = None
 ) -> None:
-    """L24: a graph of any program gives its results, call by call, by bits; or weft refuses it, and
-    nothing changed.
+    """L24: a graph of any program gives the program's results bitwise, call by call, or weft
+    refuses the program and changes nothing.
 
-    Equal are: the results' values, dtypes and shapes; their strides, or those of a clone; whether
-    they require grad, but those that are arguments; the arguments and closed-over tensors after the
-    call; and the states of the random generators. Results share memory with none that the
-    function's results do not share it with. Where the function raises, the graph raises too. At the
-    end several threads make the calls at once, if the program says so.
+    These are equal: the results' values, dtypes and shapes; their strides (or the strides of a
+    clone); `requires_grad` of each result that is not an argument; the arguments and closed-over
+    tensors after the call; and the states of the random generators. Two results share memory only
+    if the function's results do. Where the function raises, the graph raises too. At the end,
+    several threads make the calls at once if the program says so.
 
     Args:
-        tally: counts what there was to compare.
+        tally: counts the programs, calls and outcomes.
     """
     tally = Tally() if tally is None else tally
     tally.programs += 1
@@ -128,8 +130,8 @@ def graph_is_eager_on_tensor_programs(
 
 
 def hazards_are_right_or_refused(hazard: Hazard, device: str = "cpu") -> None:
-    """L24 for a known hazard: a graph gives the function's results, or weft refuses it, if the
-    hazard is one that it may refuse."""
+    """L24 for a known hazard: a graph gives the function's results, or weft refuses it where the
+    hazard allows that."""
     tally = Tally()
     graph_is_eager_on_tensor_programs(hazard.program, device, tally)
     if tally.refused and not hazard.refused:
@@ -147,8 +149,8 @@ def _compare_calls(eager: _World, graph: _World, device: str, tally: Tally) -> N
         if results is None:
             return
         if not program.borrow:
-            # Where the function itself ran, a result may be what it reads from outside. One that
-            # shares memory with the next state goes with it when that is donated.
+            # Two kinds of result may change later: a closed-over tensor itself (where the function
+            # itself ran), and one that shares memory with a state donated to the next call.
             owned = [
                 *_tensors(graph.closed_over()),
                 *(_tensors(results[1][0]) if program.chained else ()),
@@ -173,6 +175,7 @@ def _compare_call(
     """Make one call in both worlds, and compare; None if it raised."""
     where = f"{_LAW}, call {call}"
     program = eager.program
+    # Both worlds start from the same generator states, so that their draws can be compared.
     torch.manual_seed(call)
     at_start = _random_states(device)
     expected = _outcome(eager, call, states[0])
@@ -204,7 +207,7 @@ def _compare_call(
     strides, expected_strides, copied = (
         _strides(x, program) for x in (outcome.result, expected.result, copy)
     )
-    # Or what the function itself returned
+    # A graph may return the strides of a clone, or those that the function itself returned.
     lent = zip(strides, expected_strides, copied, strict=True)
     assert_equal(f"{where}: strides", strides, [a if a == x else b for x, a, b in lent])
     assert_equal(
@@ -222,7 +225,8 @@ def _compare_call(
 
 
 def _outcome(world: _World, call: int, state: Any) -> _Outcome:
-    """Make one call. The next value of a donated argument is a result, and is compared there."""
+    """Make one call. The next value of a donated argument is compared as a result, so `arguments`
+    leaves it out."""
     arguments = world.arguments(call)
     donated = len(world.program.donated)
     world.names["before"](call)
@@ -260,7 +264,8 @@ def _copied(x: Any) -> Any:
 
 
 def _in_layout(state: Any, like: Any) -> Any:
-    """A next state with the strides that it has in the storage of the old one."""
+    """The next state with the strides of `like`: a graph keeps the next state in the storage of
+    the old one."""
     if not isinstance(state, Tensor) or state.stride() == like.stride():
         return state
     return torch.empty_strided(
@@ -269,8 +274,8 @@ def _in_layout(state: Any, like: Any) -> Any:
 
 
 def _strides(result: Any, program: TensorProgram) -> list[Any]:
-    """The strides of the results along axes on which there are several elements; a next state has
-    those of the old one, whose storage it takes."""
+    """The strides of the results along axes of more than one element. Next states are left out:
+    they have the strides of the old states, whose storage they take."""
     results = _tensors(result)[len(program.donated) :]
     return [
         [step for size, step in zip(x.shape, x.stride(), strict=True) if size > 1] for x in results
@@ -278,8 +283,8 @@ def _strides(result: Any, program: TensorProgram) -> list[Any]:
 
 
 def _requiring(outcome: _Outcome, expected: _Outcome) -> list[bool]:
-    """Whether the results require grad, but those that the function took from its arguments: a
-    graph copies them."""
+    """`requires_grad` of each result, except results that share memory with an argument: a graph
+    copies these."""
     pairs = zip(_tensors(outcome.result), _tensors(expected.result), strict=True)
     return [
         x.requires_grad for x, reference in pairs if storage_id(reference) not in expected.storages
@@ -291,8 +296,8 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _shared(result: Any, program: TensorProgram) -> set[tuple[str, str]]:
-    """The results that share memory, by their index, without next states, which lie in the memory
-    of the old ones."""
+    """The pairs of results that share memory, by index. Next states are left out: they lie in the
+    memory of the old ones."""
     results = [*enumerate(_tensors(result))][len(program.donated) :]
     names = [(f"result {i}", storage_id(x)) for i, x in results if x.numel()]
     return {(a, b) for i, (a, one) in enumerate(names) for b, other in names[:i] if one == other}
@@ -309,9 +314,10 @@ def _set_random_states(states: Sequence[Tensor], device: str) -> None:
 
 
 def _compare_threads(eager: _World, graph: _World) -> None:
-    """All calls again, from several threads at once."""
+    """Make all calls again, from several threads at once."""
     calls = range(eager.program.calls)
     threads = eager.program.threads
+    # The barrier makes the threads' first calls overlap.
     start = threading.Barrier(threads)
 
     def run(_: int) -> list[Any]:
@@ -331,7 +337,8 @@ def _in_surroundings(world: _World, call: int) -> Any:
 
 
 def reason_of(error: Exception) -> str:
-    """The reason of a refusal without the user's line, names and sizes."""
+    """The reason of a refusal, without the user's line, names and sizes, so that equal reasons are
+    counted together."""
     if isinstance(error, WeftError):
         problem = error.problem
     else:

@@ -1,4 +1,4 @@
-"""Helpers of the laws: the whole step, and the classes that cover a batch."""
+"""Helpers of the laws: a model as one step, and the classes that cover a batch."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -12,10 +12,10 @@ D = TypeVar("D", bound=Descriptor)
 
 
 def whole(scenario: Scenario, device: str = "cpu") -> Callable[..., Any]:
-    """The scenario's model on a device as one step function."""
+    """The scenario's model as one step function."""
     return compose(scenario.stages(1, device), advance=advance)
 
 
 def larger(descriptor: D, ladder: Sequence[D]) -> list[D]:
-    """The classes of the ladder that cover a batch of this class."""
+    """The classes of the ladder that cover the descriptor."""
     return [d for d in ladder if d.covers(descriptor)]

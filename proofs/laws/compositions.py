@@ -24,8 +24,8 @@ _LAW = "L25 a nest means what its parts mean"
 
 @attrs.frozen(eq=False)
 class _Outcome:
-    """What a call left: its result or its error, its argument, the closed-over weight, and the
-    random generator."""
+    """What a call left behind: its result or error, its argument, the closed-over weight, and the
+    state of the random generator."""
 
     result: Any
     argument: Tensor
@@ -37,12 +37,13 @@ def compositions_mean_their_parts(
     composition: Composition, device: str = "cpu", tally: Tally | None = None
 ) -> None:
     """L25: a nest of public transforms around any function gives, call by call, what the
-    definitions of its transforms give in plain torch; or weft refuses it by a `WeftError`, where a
-    layer does not promise what is inside it. Either way torch's modes and hooks are as they were
-    before the call.
+    definitions of its transforms give in plain torch, or weft refuses it with a `WeftError`.
 
-    Compared are the results, the argument and the closed-over tensor after the call, and, where
-    every transform keeps the order of draws, the random generator.
+    A refusal is allowed where a layer does not promise to support what is inside it. Either way,
+    torch's modes and hooks are as they were before the call.
+
+    The results, the argument and the closed-over tensor after the call are compared, and the random
+    generator where every transform keeps the order of draws.
 
     Args:
         tally: counts the outcomes.
@@ -50,8 +51,8 @@ def compositions_mean_their_parts(
     tally = Tally() if tally is None else tally
     tally.programs += 1
     devices = ["cuda"] if device == "cuda" else []
-    # Some nests capture in a thread that a capture waits for, which is refused after so many
-    # seconds.
+    # Some nests capture in a thread that another capture waits for. Such a standstill is refused
+    # after `STANDSTILL` seconds; 1 s keeps the law fast.
     short_standstill = mock.patch.object(one_at_a_time, "STANDSTILL", 1.0)
     with warnings.catch_warnings(), torch.random.fork_rng(devices=devices), short_standstill:
         warnings.simplefilter("ignore")
@@ -71,7 +72,7 @@ def _compare(
     device: str,
     tally: Tally,
 ) -> bool:
-    """Compare one call; whether a further one can be compared."""
+    """Compare one call, and return whether the next one can be compared too."""
     where = f"{_LAW}: {composition}, call {call}"
     tally.calls += 1
     if not composition.is_defined(occasion):
@@ -87,9 +88,9 @@ def _compare(
             ) from outcome.result
         return False
     if isinstance(expected.result, Exception):
-        # Where torch has not implemented an operator's derivative, another kernel of weft's may
-        # have one. And a rank of a shard has its own hooks on saved tensors, while torch.func has
-        # not implemented any.
+        # The nest may succeed where its meaning raises for two reasons. Torch lacks an operator's
+        # derivative, but weft runs another kernel that has one. Or the meaning needs saved-tensor
+        # hooks, which torch.func does not support, while a rank of a shard sets its own.
         is_missing = isinstance(
             expected.result, NotImplementedError
         ) or "support saved tensor hooks" in str(expected.result)
@@ -116,7 +117,9 @@ def _compare(
         _difference(composition, outcome, _outcome_of_torch(composition, call, device), keeps_draws)
         is None
     ):
-        tally.errors += 1  # torch's own transform means something else, as vmap of a function with a memory does
+        # Torch's own transform differs from its definition too, as `vmap` of a stateful function
+        # does.
+        tally.errors += 1
         return False
     if _is_ill_conditioned(composition, call, expected, keeps_draws, device):
         tally.errors += 1
@@ -127,7 +130,7 @@ def _compare(
 def _difference(
     composition: Composition, outcome: _Outcome, expected: _Outcome, keeps_draws: bool
 ) -> str | None:
-    """The first difference of two outcomes in words."""
+    """The first difference of two outcomes in words, or None."""
     tolerance = Tolerance(composition.tolerance, composition.tolerance)
     compared = ["result", "argument", "weight", *(["generator"] if keeps_draws else [])]
     for name in compared:
@@ -140,11 +143,11 @@ def _difference(
 def _is_ill_conditioned(
     composition: Composition, call: int, expected: _Outcome, keeps_draws: bool, device: str
 ) -> bool:
-    """Whether the meaning's own result overflows, or moves by more than the tolerance where its
-    argument moves by a rounding, as in a loop that magnifies every difference.
+    """Whether the meaning's own result overflows, or moves by more than the tolerance when its
+    argument moves by one rounding, as in a loop that magnifies every difference.
 
-    Beyond the largest number equal sums may differ: a rank's share of a gradient is 0 times
-    infinity, which is NaN.
+    After an overflow, sums that are equal on paper may differ: a rank's share of a gradient is
+    0 times infinity, which is NaN.
     """
     if not all(
         bool(leaf.isfinite().all())
@@ -155,6 +158,7 @@ def _is_ill_conditioned(
     subject = composition.subject_of_meaning(device)
     for earlier, occasion in enumerate(composition.occasions[:call]):
         _outcome(composition, earlier, occasion, subject, device)
+    # 2**-22 is two units in the last place of float32 at 1.
     nudged = _outcome(
         composition, call, composition.occasions[call], subject, device, nudge=2.0**-22
     )
@@ -164,7 +168,7 @@ def _is_ill_conditioned(
 
 
 def _outcome_of_torch(composition: Composition, call: int, device: str) -> _Outcome:
-    """What torch's own transforms give for a call, after the ones before it."""
+    """What torch's own transforms give for a call, after replaying the earlier calls."""
     subject = composition.subject_of_torch(device)
     for earlier, occasion in enumerate(composition.occasions[:call]):
         _outcome(composition, earlier, occasion, subject, device)
@@ -201,7 +205,8 @@ def _outcome(
 
 
 def _surroundings() -> dict[str, Any]:
-    """Those of torch's modes that a call may leave behind by mistake."""
+    """The torch modes that a call could leave set by mistake."""
+    # Torch has no query for saved-tensor hooks, but it refuses to disable them while some are set.
     try:
         with torch.autograd.graph.disable_saved_tensors_hooks("there are some"):
             has_hooks = False
@@ -219,4 +224,4 @@ def _surroundings() -> dict[str, Any]:
 
 def _line(error: Exception) -> str:
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    return re.sub(r" at /\S+", "", text)[:200]  # without files, which lie elsewhere on each machine
+    return re.sub(r" at /\S+", "", text)[:200]  # without file paths, which differ by machine

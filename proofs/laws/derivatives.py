@@ -1,5 +1,5 @@
-"""L15 on the models' steps: derivatives agree with finite differences of the plain steps, and their
-graphs replay."""
+"""L15 on the models' steps: derivatives agree with finite differences of the plain steps, and
+graphs of derivatives replay."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,15 +19,17 @@ from weft.trees import leaves_with_names, tree_leaves, tree_map
 # The step of a finite difference, as a multiple of the direction. Weights have a deviation of 0.3.
 STEP = 1e-2
 NEAR = 1e-3
-# The tolerances in float32 between a slope and its finite difference: relative to a random
-# direction's slope, and absolute.
+# The tolerances in float32 between a slope and its finite difference. NEAR is relative to the
+# typical slope in a random direction; NOISE is absolute.
 NOISE = 1e-4
 
 
 def derivatives_are_of_the_step(scenario: Scenario, place: int | None, device: str = "cpu") -> None:
     """L15: under torch.func a model's steps, run in order over one state, give the loss, tokens and
-    state of the plain steps. `grad`, `jvp` and `backward` give the slope of that loss in a
-    direction of all parameters, or of the `place`-th one alone."""
+    state of the plain steps.
+
+    `grad`, `jvp` and `backward` give the slope of that loss along a direction in all parameters, or
+    in the parameter at `place` alone."""
     run = _steps(scenario, device)
     params = scenario.params(1, device)
     expected = run(params)
@@ -65,7 +67,8 @@ def derivatives_are_of_the_step(scenario: Scenario, place: int | None, device: s
 
 
 def graphs_of_gradients_are_gradients(scenario: Scenario, device: str = "cpu") -> None:
-    """L15: a graph of a step and its gradient gives both, bitwise, for each batch of a sequence."""
+    """L15: a graph that computes a step and its gradient gives both bitwise, for each batch of a
+    sequence."""
     step, params = whole(scenario, device), scenario.params(1, device)
 
     def learn(params: Any, state: Any, batch: Batch) -> Any:
@@ -93,8 +96,8 @@ def graphs_of_gradients_are_gradients(scenario: Scenario, device: str = "cpu") -
 def _steps(
     scenario: Scenario, device: str
 ) -> Callable[[Any], tuple[Tensor, tuple[list[Tensor], Any]]]:
-    """All steps of the scenario as one function of the parameters: a loss over all logits, the
-    tokens, the state."""
+    """All steps of the scenario as one function of the parameters, which returns a loss over all
+    logits, the tokens and the state."""
     step, batches, start = (
         whole(scenario, device),
         scenario.batches(device),
@@ -115,7 +118,7 @@ def _steps(
 
 
 def _loss(logits: Tensor) -> Tensor:
-    """A weighted sum of the logits, with a different weight for each."""
+    """The mean of the logits, each multiplied by a different weight."""
     return (
         logits * torch.arange(logits.numel(), device=logits.device).view_as(logits).cos()
     ).mean()
@@ -142,8 +145,8 @@ def _product(one: Any, other: Any, places: Sequence[int] | None = None) -> float
 def _measured(
     run: Callable[[Any], Any], params: Any, direction: Any, tokens: list[Tensor]
 ) -> float | None:
-    """The slope by finite differences of second order, extrapolated to fourth (Richardson). None if
-    the loss jumps in between, since another token was drawn or another expert chosen."""
+    """The slope by second-order finite differences, extrapolated to fourth order (Richardson). None
+    if the loss jumps within the step because another token was drawn or another expert chosen."""
     slopes = []
     for step in (STEP, STEP / 2):
         ends = [
@@ -156,6 +159,8 @@ def _measured(
         ):
             return None
         slopes.append(float(ends[0][0] - ends[1][0]) / (2 * step))
+    # Tokens show a changed draw, but not a changed expert. Slopes that differ by step size do.
     if abs(slopes[0] - slopes[1]) > 1e-2 * (1 + abs(slopes[1])):
         return None
+    # Halving the step quarters the second-order error, so this combination cancels it.
     return (4 * slopes[1] - slopes[0]) / 3

@@ -21,8 +21,10 @@ from weft.transforms.graphs.ladder import Limits, make_ladder
 
 
 def dispatch_is_least(descriptor: BatchDescriptor, limits: Limits, mode: str) -> None:
-    """L6: dispatch is total and deterministic. It takes the least class that covers the batch, a
-    whole graph rather than pieces, and each class of the ladder is reached by its own batches."""
+    """L6: dispatch is total and deterministic.
+
+    It takes the least class that covers the batch and prefers a whole graph to pieces. Each class
+    of the ladder is reached by a batch of exactly that class."""
     ladder = make_ladder(mode, limits)
     decision = graphs_module().dispatch(descriptor, ladder)
     if decision != graphs_module().dispatch(descriptor, ladder):
@@ -53,8 +55,8 @@ def dispatch_is_least(descriptor: BatchDescriptor, limits: Limits, mode: str) ->
 
 
 def nothing_is_captured_after_start(scenario: Scenario, mode: str, device: str = "cpu") -> None:
-    """L6: once the ladder is captured and frozen, every batch that it covers replays, and no step
-    captures."""
+    """L6: once the ladder is captured and frozen, every batch that it covers replays and nothing
+    more is captured."""
     reqs = len(scenario.prompts)
     tokens = sum(map(len, scenario.prompts)) + len(scenario.prompts)
     ladder = make_ladder(mode, Limits(reqs, tokens))
@@ -76,17 +78,19 @@ def nothing_is_captured_after_start(scenario: Scenario, mode: str, device: str =
 
 
 def graphs_module() -> Any:
-    """The module whose `dispatch` graphify calls (the package's attribute of that name is the
-    function)."""
+    """The module whose `dispatch` graphify calls."""
+    # Looked up in the module at each call, because mutants replace `dispatch` there.
     return import_module("weft.transforms.graphs.cache")
 
 
 def own_classes_are_dispatched(
     scenario: ImageScenario, ladder: Sequence[Resolution], device: str = "cpu"
 ) -> None:
-    """L6 for a user's own descriptor: dispatch takes the least resolution that covers, by the
-    definition, and reports the actual padding. Once the ladder is captured and frozen, every
-    covered image replays and nothing is captured."""
+    """L6 for a custom descriptor: dispatch takes the least resolution that covers the image, and
+    reports the actual padding.
+
+    Once the ladder is captured and frozen, every covered image replays and nothing is captured."""
+    # "Covers" is spelled out here by height and width rather than taken from the descriptor.
     graph = graphify(scenario.step(), ladder=ladder)
     params = scenario.params(device)
     state = scenario.state(device)
@@ -133,9 +137,10 @@ def own_classes_are_dispatched(
 def class_is_kept(
     scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu"
 ) -> None:
-    """L7: the graph that runs has the class that dispatch chose, its number of LoRAs included. In
-    capture, warm-up and replay, a uniform class is used only for a batch that was declared uniform,
-    and the tensors have its sizes."""
+    """L7: the graph that runs has the class that dispatch chose, including its number of LoRAs.
+
+    In capture, warm-up and replay, a uniform class is used only for a batch declared uniform, and
+    the tensors have the sizes of the class."""
     step = whole(scenario, device)
 
     def recording(params: Any, state: Any, batch: Batch) -> Any:
@@ -146,7 +151,7 @@ def class_is_kept(
                 f" {batch.rows.shape[0]} rows"
             )
         state, out = step(params, state, batch)
-        # Frozen at capture: it tells which class a replay has
+        # The code is a constant in the captured graph, so a replay's output tells its class.
         ran = torch.full_like(out.logprobs, _code(d))
         return state, attrs.evolve(out, logprobs=ran)
 
@@ -167,5 +172,5 @@ def class_is_kept(
 
 
 def _code(descriptor: BatchDescriptor) -> float:
-    """A number that differs between the classes of one size."""
+    """A number that differs between classes of the same size."""
     return float(descriptor.is_uniform + 2 * descriptor.num_active_loras)

@@ -1,4 +1,4 @@
-"""L15: graphs and torch.func's transforms compose in both orders."""
+"""L15: graphs and the transforms of `torch.func` compose in both orders."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ Transform = Callable[[F, Tensor, Tensor], Any]
 
 
 class _Holding(nn.Module):
-    """A module with one weight, whose forward pass is a given function of it."""
+    """A module with one weight, whose forward pass calls `fn(weight, x)`."""
 
     def __init__(self, fn: F, weight: Tensor) -> None:
         super().__init__()
@@ -50,13 +50,13 @@ TRANSFORMS: dict[str, Transform] = {
     ),
     "around a call of its own": lambda f, p, x: func.grad(lambda q: (f(p, x) * q.sum()).sum())(p),
 }
-"""The transforms of torch.func by name; each applies to a function `(params, x) -> y` that keeps
-the shape of x."""
+"""The transforms of torch.func, by name. Each applies to a function `(params, x) -> y` whose result
+has the shape of x."""
 
 
 def functions_of_graphs_are_functions(mapping: Mapping, transform: str) -> None:
-    """L15: torch.func of a graphified function, captured before or not, equals torch.func of the
-    function. Afterwards the graph still replays."""
+    """L15: torch.func of a graphified function equals torch.func of the function, whether or not
+    the graph was captured before, and the graph still replays afterwards."""
     apply = TRANSFORMS[transform]
     fn = mapping.fn
     params = mapping.params
@@ -88,8 +88,8 @@ def _applied(apply: Transform, graph: Any, params: Tensor, x: Tensor, name: str)
 
 
 def graphs_of_functions_are_functions(mapping: Mapping, transform: str) -> None:
-    """L15: torch.func inside a graph equals torch.func outside, for new values in each replay, with
-    one capture."""
+    """L15: torch.func inside a graph equals torch.func outside, with one capture and new values in
+    each replay."""
     apply = TRANSFORMS[transform]
     fn = mapping.fn
     params = mapping.params

@@ -1,4 +1,4 @@
-"""L1: a graph gives the results of its function, run eagerly."""
+"""L1: a graph gives the results of its function run eagerly."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -22,8 +22,8 @@ from weft.trees import tree_map
 def graph_is_eager(
     scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu"
 ) -> None:
-    """L1: at the same padded descriptor a replay gives the outputs and the whole state of an eager
-    run, bitwise.
+    """L1: a replay gives bitwise the outputs and the whole state of an eager run at the same padded
+    descriptor.
 
     Every batch that some class covers replays, and no class is captured twice for batches with the
     same fields.
@@ -51,10 +51,11 @@ def graph_is_eager(
 
 
 def graph_is_eager_on_functions(function: Function, device: str = "cpu") -> None:
-    """L1 for any pure function: a replay of each signature equals the function itself, its next
-    state included.
+    """L1 for any pure function: a replay of each signature equals the function itself, including
+    its next state.
 
-    Calls of two worlds alternate: they differ in parameters and state, and have the same shapes.
+    Calls alternate between two worlds, which have the same shapes but different parameters and
+    states.
     """
     graph = graphify(function.fn)
     params = [function.params.to(device), (function.params + 1).to(device)]
@@ -71,6 +72,7 @@ def graph_is_eager_on_functions(function: Function, device: str = "cpu") -> None
     for replayed, out in kept:
         assert_equal("L9 a result does not change under its holder", replayed, out)
     info = graph.cache_info()
+    # Twice: the two worlds do not share a graph, since their parameters are different tensors.
     if (info.captures, info.replays) != (
         2 * len({x.shape for x in function.inputs}),
         2 * len(function.inputs),
@@ -84,11 +86,11 @@ def graph_is_eager_on_functions(function: Function, device: str = "cpu") -> None
 def graph_is_eager_on_padded_functions(
     function: Function, rungs: Iterable[int], device: str = "cpu"
 ) -> None:
-    """L1 and L8 for any pure function under a ladder, which counts its calls in its state: a
-    capture adds none.
+    """L1 and L8 under a ladder, for any pure function that counts its calls in its state: a capture
+    does not add to the count.
 
-    Each size comes again after the others, which left their values in the buffers that all sizes
-    share. A result contains all rows, padding included."""
+    All sizes share buffers, and each size comes again after the others have left their values
+    there. A result contains all rows, including padding."""
 
     def step(params: Any, state: Any, batch: Rows) -> tuple[Any, Any]:
         state, out = function.counted(params, state, batch)
@@ -117,8 +119,8 @@ def graph_is_eager_on_padded_functions(
 
 
 def graph_is_eager_on_calls(calls: Sequence[Call], device: str = "cpu") -> None:
-    """L1 for calls that differ in one thing: the address, shape, stride, type, device or value of
-    an argument."""
+    """L1 for calls that differ in one property of an argument: its address, shape, stride, type,
+    device or value."""
     graph = graphify(called, static_argnames="static")
     tensors = worlds(device)
     x = torch.arange(4.0, device=device).reshape(2, 2)
@@ -137,8 +139,8 @@ def graph_is_eager_on_calls(calls: Sequence[Call], device: str = "cpu") -> None:
 def graph_is_eager_on_images(
     scenario: ImageScenario, ladder: Sequence[Resolution], device: str = "cpu"
 ) -> None:
-    """L1 for a user's own descriptor with two sizes: the image and the state equal an eager run at
-    the padded class."""
+    """L1 for a custom descriptor with two sizes: the image and the state equal those of an eager
+    run at the padded class."""
     step = scenario.step()
     graph = graphify(scenario.step(), ladder=ladder)
     params = scenario.params(device)

@@ -1,5 +1,5 @@
-"""L1 for loops with drawn bodies: every way to run a loop gives what Python's loop gives, or
-refuses it by name."""
+"""L1 for loops with generated bodies: every way to run a loop gives what Python's loop gives, or
+refuses the loop with a named reason."""
 
 import functools
 import warnings
@@ -21,19 +21,23 @@ from weft.transforms.shards.shard import shard
 _LAW = "L1 loops are Python's, on drawn bodies"
 _STEEPEST = 1e4
 _Slots = tuple[Tensor, ...]
-# Slots and bound -> the last slots.
+# (slots, bound) -> the slots at the end of the loop.
 _Call = Callable[[_Slots, Tensor], _Slots]
 
 
 def loop_bodies_are_pythons(loop: LoopBody, device: str = "cpu") -> None:
     """L1: a loop gives what Python's loop gives: eagerly, in one graph for all bounds, under
-    `vmap`, `grad`, `shard`, and these in a graph. What reads its counter on the host, draws, or
-    writes its carry may be refused. Its result is not what it starts from, which is as Python's
-    loop leaves it."""
+    `vmap`, `grad` and `shard`, and in graphs of these.
+
+    A body may be refused if it reads its counter on the host, draws random numbers, or writes its
+    carry. The result is never the initial carry itself, which is left as Python's loop leaves
+    it."""
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         if _python(loop, device, 1) is None:
-            return  # a capture runs the body once in any case
+            # A capture runs the body once whatever the bound, so a body that raises in its first
+            # step cannot be compared.
+            return
         eager = functools.partial(_run, loop)
         _check_calls(loop, {"eagerly": eager, "in a graph": graphify(eager)}, device)
         match loop.way:
@@ -61,7 +65,7 @@ def _check_calls(loop: LoopBody, ways: Mapping[str, _Call], device: str) -> None
 
 
 def _check_rows(loop: LoopBody, device: str) -> None:
-    """Each bound in a row of `vmap`."""
+    """Check `vmap` over the bounds, with one bound per row."""
     bounds = torch.tensor(loop.bounds, device=device)
     rows = torch.func.vmap(functools.partial(_run, loop), in_dims=(None, 0))
     expected = [_python(loop, device, bound) for bound in loop.bounds]
@@ -84,7 +88,7 @@ def _check_rows(loop: LoopBody, device: str) -> None:
 
 
 def _step_in_rows(loop: LoopBody, slots: _Slots, bounds: Tensor) -> Carry:
-    """The first step, on slots and a counter of each row."""
+    """The first step under `vmap`, where each row has slots and a counter."""
 
     def step(bound: Tensor) -> Carry:
         zero = bound * 0
@@ -95,8 +99,8 @@ def _step_in_rows(loop: LoopBody, slots: _Slots, bounds: Tensor) -> Carry:
 
 
 def _check_derivatives(loop: LoopBody, device: str) -> None:
-    """The derivatives by what the loop starts from and by what its body closes over, with each
-    bound in a row."""
+    """Check the derivatives with respect to the initial slots and to a closed-over scale, with one
+    bound per row of `vmap`."""
     if not loop.has_rows or loop.max_steps is None or loop.dtype.is_complex:
         return
     bounds = torch.tensor(loop.bounds, device=device)
@@ -115,7 +119,7 @@ def _check_derivatives(loop: LoopBody, device: str) -> None:
     ):
         return
     derivatives = torch.stack([by_python(scale, bound) for bound in bounds])
-    # Beyond that, a loop is chaotic, and the last bit of a kernel for several rows decides.
+    # A loop with steeper derivatives is chaotic: the last bit of a batched kernel decides.
     is_comparable = derivatives.abs() < _STEEPEST
     ways: dict[str, Callable[..., Tensor]] = {
         "derivatives in rows": in_rows,
@@ -126,8 +130,8 @@ def _check_derivatives(loop: LoopBody, device: str) -> None:
 
 
 def _run(loop: LoopBody, slots: _Slots, bound: Tensor, scale: Tensor | None = None) -> _Slots:
-    """The last slots, and those that the loop starts from, which are its own and written once it
-    has ended."""
+    """The slots at the end of the loop, followed by copies of the initial slots, which are written
+    after the loop to show whether its result shares memory with them."""
     start = tuple(x * 1 for x in slots), torch.zeros((), dtype=torch.int64, device=bound.device)
     body = functools.partial(_scaled_body, loop, scale)
     last, _ = while_loop(lambda carry: carry[1] < bound, body, start, max_steps=loop.max_steps)
@@ -137,7 +141,7 @@ def _run(loop: LoopBody, slots: _Slots, bound: Tensor, scale: Tensor | None = No
 
 
 def _scaled_body(loop: LoopBody, scale: Tensor | None, carry: Carry) -> Carry:
-    """A step, on slots that are multiplied by what the body closes over."""
+    """One step, on slots multiplied by the closed-over scale."""
     slots, counter = carry
     return loop.body((slots if scale is None else tuple(x * scale for x in slots), counter))
 
@@ -153,7 +157,7 @@ def _python_loop(
 
 
 def _python(loop: LoopBody, device: str, bound: int) -> _Slots | None:
-    """What Python's loop gives; None where torch raises."""
+    """The result of Python's loop, or None if torch raises."""
     torch.manual_seed(0)
     try:
         return tuple(
@@ -177,7 +181,7 @@ def _called(
         raise LawViolation(f"{_LAW}: {way}, to {bound}, it is refused: {error}") from error
     except (RuntimeError, IndexError, TypeError) as error:
         if may_refuse and "ranks" in way:
-            return None  # torch itself refuses to read a fake tensor
+            return None  # torch itself refuses to read a fake tensor's value
         raise LawViolation(f"{_LAW}: {way}, to {bound}: {type(error).__name__}: {error}") from error
     if not all(map(torch.equal, slots, loop.start(device))):
         raise LawViolation(f"{_LAW}: {way}, to {bound}, it writes what it starts from")

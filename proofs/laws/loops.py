@@ -1,5 +1,5 @@
-"""L1 for loops: `while_loop` is the Python loop, eagerly and as one launch of a graph, and `scan`
-with a done flag."""
+"""L1 for loops: `while_loop`, run eagerly or as one launch of a graph, and `scan` with a done flag
+give what the Python loop gives."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ from weft.transforms.pipelines.microbatch import scan
 
 
 def loops_are_python_loops(loop: Loop, device: str = "cpu") -> None:
-    """L1: `while_loop` gives what Python's loop gives on Python's integers, eagerly, and in one
-    graph for any number of steps; so does `scan` with a flag that says whether the loop goes on."""
+    """L1: `while_loop` gives what Python's loop gives on Python's integers, eagerly and in one
+    graph for any number of steps, and so does `scan` with a flag that ends the loop."""
 
     def eager(carry: Any) -> Any:
         return while_loop(loop.cond, loop.body, carry, max_steps=loop.max_steps)
@@ -65,7 +65,7 @@ def _first(loop: Loop, start: Any, device: str) -> Any:
 
 
 def _scanned(loop: Loop, carry: Any) -> Any:
-    """The last carry of `scan`, of which each step after the last one keeps it."""
+    """The last carry of `scan`, whose steps keep the carry unchanged once the loop has ended."""
 
     def step(_: Any, state: Any, batch: Any) -> Any:
         carry, live, left = state

@@ -1,5 +1,5 @@
-"""L14, and L9 for graphs that are evicted: the memory of graphs is known beforehand, and none is
-dropped in use."""
+"""L14, and L9 for evicted graphs: the memory of graphs is known beforehand, and no graph is dropped
+while in use."""
 
 from typing import Any
 
@@ -12,13 +12,13 @@ from weft.proofs.strategies.captures.functions import Function, Rows
 from weft.transforms.graphs.graphify import graphify
 from weft.trees import tree_map
 
-# The share by which an estimate may exceed the memory used.
+# The fraction by which an estimate may exceed the memory used.
 SHARE = 0.1
 
 
 def memory_is_estimated(function: Function, classes: int, device: str = "cpu") -> None:
-    """L14: `used <= estimate <= used * (1 + SHARE)` for a ladder of some classes, and estimating
-    changes nothing."""
+    """L14: `used <= estimate <= used * (1 + SHARE)` for a ladder of this many classes, and
+    estimating changes nothing."""
 
     ladder = [BatchDescriptor(n, n) for n in range(classes, 0, -1)]
     graph = graphify(function.counted, ladder=ladder, donate_argnames="state")
@@ -43,8 +43,8 @@ def memory_is_estimated(function: Function, classes: int, device: str = "cpu") -
 
 
 def dropped_graphs_are_not_in_use(function: Function, most: int, device: str = "cpu") -> None:
-    """L9: with room for few graphs, every call gives the function's results, and no more graphs are
-    held."""
+    """L9: with room for at most `most` graphs, every call gives the function's results, and no more
+    graphs are held."""
     graph = graphify(function.fn, max_captures=most)
     params = function.params.to(device)
     state = tree_map(lambda t: t.to(device), function.state)

@@ -1,4 +1,4 @@
-"""L8 and L9: a capture leaves no trace, and results that callers hold do not change."""
+"""L8 and L9: a capture leaves no trace, and results do not change in their callers' hands."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -33,7 +33,8 @@ def capture_leaves_no_trace(
         graph.explain(params, state, batch)
         try:
             graph.capture(params, state, batch)
-        except IndexError as error:  # it ran on the batch, whose next token is beyond the state
+        # A capture must use an inert batch. On the real one, its next token is beyond the state.
+        except IndexError as error:
             raise LawViolation(f"L8 capture leaves no trace: it raises {error}") from error
         if ladder:
             try:
@@ -56,7 +57,7 @@ def _then_fail(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def capture_leaves_no_trace_on_functions(function: Function, device: str = "cpu") -> None:
-    """L8 for any pure function, which has no inert batch to capture on."""
+    """L8 for any pure function, for which there is no inert batch to capture on."""
     graph = graphify(function.fn)
     params = function.params.to(device)
     state = tree_map(lambda x: x.to(device), function.state)
@@ -69,7 +70,7 @@ def capture_leaves_no_trace_on_functions(function: Function, device: str = "cpu"
 def ownership_is_kept(
     scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu"
 ) -> None:
-    """L9: a call's results never change; using a donated state again is an error that names the
+    """L9: a call's results never change, and reusing a donated state is an error that names the
     call that took it."""
     graph = graphify(whole(scenario, device), ladder=ladder)
     params = scenario.params(1, device)
@@ -91,8 +92,8 @@ def ownership_is_kept(
 
 
 def borrowed_results_are_right(function: Function, device: str = "cpu") -> None:
-    """L9 for borrowed results: they are right until the next call, and as its arguments, even in
-    exchanged places."""
+    """L9 for borrowed results: they are right until the next call and may be its arguments, even in
+    swapped places."""
 
     @donates("state")
     def step(params: Any, state: Any, pair: tuple[Tensor, Tensor]) -> Any:
@@ -112,8 +113,9 @@ def borrowed_results_are_right(function: Function, device: str = "cpu") -> None:
 
 
 def graph_keeps_what_it_reads(code: Sequence[int], device: str = "cpu") -> None:
-    """L9: a tensor that a graph reads lives as long as the graph, even if its owner drops it. Here
-    the owner is a cache of one table, which the next size evicts."""
+    """L9: a tensor that a graph reads lives as long as the graph, even if its owner drops it.
+
+    Here the owner is a cache of one table, which the next size evicts."""
 
     @lru_cache(maxsize=1)
     def table(size: int) -> Tensor:

@@ -20,8 +20,8 @@ from weft.trees import tree_map
 def padding_is_inert(
     scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu"
 ) -> None:
-    """L2: `unpad(f(pad(b, d)))` is `f(b)` for each d that covers b, whatever padding and unwritten
-    memory contain."""
+    """L2: `unpad(f(pad(b, d)))` equals `f(b)` for each d that covers b, whatever padding and
+    unwritten memory contain."""
     step = whole(scenario, device)
     params = scenario.params(1, device)
     for batch_index, batch in enumerate(scenario.batches(device)):
@@ -34,6 +34,7 @@ def padding_is_inert(
             )
             unpadded = unpad(padded, batch.descriptor)
             assert_equal("L2 padding is inert: output", unpadded, out, exact=False)
+            # Unwritten memory is 0 in one run and NaN in the other, so NaN is read as 0 here.
             unwritten = tree_map(
                 lambda x: x.nan_to_num(0.0, torch.inf) if x.is_floating_point() else x,
                 visible(other),
@@ -51,7 +52,7 @@ def _run_to(
 
 
 def _garbage_scratch(state: Sequence[State]) -> Sequence[State]:
-    """The state with stale data in the row that padding points to."""
+    """Put stale data into the state's row that padding points to."""
     for s in state:
         s.positions[-1], s.last_tokens[-1] = 1, 3
         s.sampling.floats[-1] = float("nan")
@@ -62,7 +63,7 @@ def _garbage_scratch(state: Sequence[State]) -> Sequence[State]:
 
 
 def _garbage_tail(padded: Batch, batch: Batch) -> Batch:
-    """The padded batch with another request's tokens in its padding."""
+    """The padded batch with token 2 in place of the padding's tokens."""
     tail = padded.input_ids.clone()
     tail[batch.descriptor.num_tokens :] = 2
     return attrs.evolve(padded, input_ids=tail)
@@ -71,8 +72,8 @@ def _garbage_tail(padded: Batch, batch: Batch) -> Batch:
 def stage_padding_is_inert(
     scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu"
 ) -> None:
-    """L2 between stages: NaN in the padding of a received buffer reaches neither a request nor a
-    page."""
+    """L2 between stages: NaN in the padding of a received buffer reaches neither requests nor
+    pages."""
     stages = scenario.stages(2, device)
     params = scenario.params(2, device)
     state = list(scenario.state(2, device))
@@ -99,8 +100,8 @@ def stage_padding_is_inert(
 def image_padding_is_inert(
     scenario: ImageScenario, ladder: Sequence[Resolution], device: str = "cpu"
 ) -> None:
-    """L2 for a user's own descriptor: padding two dimensions with NaN changes neither an image nor
-    the state, and unpadding is the inverse of padding."""
+    """L2 for a custom descriptor: padding two dimensions with NaN changes neither images nor the
+    state, and unpadding is the inverse of padding."""
     step = scenario.step()
     params = scenario.params(device)
     for image in scenario.images(device):

@@ -17,8 +17,9 @@ def pieces_are_the_whole(
     scenario: Scenario, ladder: Sequence[BatchDescriptor], device: str = "cpu"
 ) -> None:
     """L5: a step captured in pieces, with attention between them, gives bitwise the results of the
-    whole graph and of the function at the same padded class. It has one piece more than there are
-    layers."""
+    whole graph and of the function at the same padded class.
+
+    The number of pieces is the number of layers plus one."""
     pieces = piecewise(whole(scenario, device), split_at="weft::paged_attention", ladder=ladder)
     one = graphify(whole(scenario, device), ladder=ladder)
     eager = whole(scenario, device)
@@ -41,9 +42,9 @@ def pieces_are_the_whole(
 
 
 def pieces_are_the_whole_on_functions(function: Function, device: str = "cpu") -> None:
-    """L5 for any pure function, cut at every matrix product, sort and softmax in it."""
+    """L5 for any pure function, split at every matrix product, sort and softmax in it."""
     split_at = {"matmul": "aten::mm", "sort": "aten::sort", "softmax": "aten::_softmax"}
-    split_at["gather"] = split_at["sort"]  # called by argsort
+    split_at["gather"] = split_at["sort"]  # "gather" calls argsort, which calls aten::sort
     names = [split_at[name] for name in function.code if name in split_at]
     if not names:
         return

@@ -25,7 +25,7 @@ def pipeline_is_composition(
     device: str = "cpu",
 ) -> None:
     """L3: a pipeline with any split and any number of micro-batches gives the outputs and states of
-    the hand-written sequence; with a ladder, its stages replay."""
+    `compose` of its stages; with a ladder, its stages replay."""
     stages = scenario.stages(num_stages, device)
     params = scenario.params(num_stages, device)
     plain = compose(stages, advance=advance)
@@ -36,6 +36,7 @@ def pipeline_is_composition(
     spanned = pipeline(parts, microbatches=microbatches, advance=advance)
     state = scenario.state(num_stages, device)
     other = scenario.state(num_stages, device)
+    # Micro-batches and padding change the shapes of the products, and so their rounding.
     exact = microbatches == 1 and ladder is None
     for batch in scenario.batches(device):
         state, out = plain(params, state, batch)
@@ -62,7 +63,7 @@ def pipeline_is_composition_on_functions(
 
 
 def microbatches_are_one(scenario: Scenario, parts: int, device: str = "cpu") -> None:
-    """L13: `microbatch(f, m)` gives the results of `f`, the state included."""
+    """L13: `microbatch(f, m)` gives the outputs and state of `f`."""
     step = whole(scenario, device)
     params = scenario.params(1, device)
     cut = microbatch(step, parts)
@@ -82,11 +83,11 @@ def transforms_commute(
     ladder: Sequence[BatchDescriptor],
     device: str = "cpu",
 ) -> None:
-    """L4: `graphify(pipeline(s))` is `pipeline(map(graphify, s))` is `compose(s)`: outputs and each
-    stage's state.
+    """L4: `graphify(pipeline(s))`, `pipeline(map(graphify, s))` and `compose(s)` give the same
+    outputs and the same state of each stage.
 
-    A graph cannot cut a ragged batch, since that reads the host: several micro-batches need uniform
-    classes.
+    Splitting a ragged batch reads the host, which a graph cannot do, so several micro-batches need
+    uniform classes.
     """
     stages = scenario.stages(num_stages, device)
     params = scenario.params(num_stages, device)
@@ -116,7 +117,7 @@ def transforms_commute_on_functions(
     functions: Sequence[Function], inputs: Sequence[Tensor], microbatches: int, device: str = "cpu"
 ) -> None:
     """L4 for arbitrary pure functions as stages; bitwise where shapes agree, since all but
-    `compose` cut the same."""
+    `compose` split the batch alike."""
     stages = [f.fn for f in functions]
     params, state = tree_map(
         lambda t: t.to(device), ([f.params for f in functions], [f.state for f in functions])

@@ -1,9 +1,9 @@
 """L10: generated programs are right, and the checker accepts right programs and nothing else.
 
 `weft.proofs.checks.programs_exhaustive` defines what is right: it tries every order in which ranks
-could move. The checker requires one thing more: a stage that overwrites a result that it sent must
+could move. The checker requires one thing more: a stage that overwrites a result it has sent must
 have the fence in its program, even if something else (a returned output, or a full edge) keeps the
-two apart in every order. So it accepts exactly the programs that are right and `fenced`.
+two apart in every order. So it accepts exactly the programs that are both right and `fenced`.
 """
 
 import functools
@@ -30,12 +30,13 @@ from weft.transforms.pipelines.timing.simulate import simulate
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.weaving import interleaved
 
-# The most positions of ranks for which every order of a generated program is tried.
+# Every order of a program is tried only if its ranks have at most this many joint positions: the
+# number is a product over the ranks.
 WORLDS = 5_000
 
 
 def refusal(case: Scheduled) -> str | None:
-    """The checker's error for programs; None if it accepts them."""
+    """The checker's error for these programs, or None if it accepts them."""
     try:
         check(case.programs, buffers=case.buffers)
     except ProgramError as error:
@@ -87,17 +88,18 @@ def schedules_are_right(case: Scheduled) -> None:
 
 
 def _waits(program: Program, mb: int, after: int) -> bool:
-    """Whether a rank receives a job's returned output, and advances with it, before it runs another
-    job."""
+    """Whether a rank receives the output of job `after`, and advances with it, before it runs job
+    `mb`."""
     before = program.effects[: program.effects.index(Run(f"stage {program.rank}", mb))]
     needed = [e for e in program.effects if isinstance(e, Broadcast) or e == Run("advance", after)]
     return all(e in before for e in needed if e.microbatch == after)
 
 
 def own_schedules_are_compositions(case: Woven, transport: Transport | None = None) -> None:
-    """L10: programs that run stages in any order that they allow pass the checker, and take as few
-    rounds as the order needs; and a pipeline that executes them returns what the stages return one
-    after the other. Edited ones do so too, or are refused; and the checker refuses what goes wrong.
+    """L10: programs that run stages in any allowed order pass the checker, take as few rounds as
+    that order needs, and return what the stages return when run one after the other.
+
+    Edited programs return the same or are refused, and the checker is right about them too.
     """
     law = "L10 own schedules are compositions"
     if (refused := refusal(case.scheduled)) is not None:
@@ -126,13 +128,15 @@ def own_schedules_are_compositions(case: Woven, transport: Transport | None = No
 
 
 def fewest_rounds(programs: Sequence[Program], jobs: Sequence[Job]) -> int:
-    """The rounds after which the last run of these orders ends, if every run takes one round and
-    begins as soon as it can: after the run before it on its rank, after the stage before on its
-    micro-batch, and after the last stage on the job that its own runs after. This is the length of
-    the longest chain of runs, without any thought of messages.
+    """The round in which the last run ends, if every run takes one round and begins as soon as it
+    can.
+
+    A run waits for three others: the run before it on its rank, the stage before it on its
+    micro-batch, and the last stage on the job that its own job runs after. So this is the length
+    of the longest chain of runs; messages are ignored.
 
     Args:
-        programs: of all ranks, of which only the runs of stages count, in their order.
+        programs: the programs of all ranks. Only their runs of stages count, in their order.
         jobs: one per micro-batch.
     """
     orders = [
@@ -164,15 +168,17 @@ def _run(effect: Run) -> tuple[int, int]:
 
 
 def _rounds(case: Woven) -> int:
-    """The rounds that the programs take if every run takes one, and nothing else takes any time."""
+    """The rounds that the programs take if every run takes one round and nothing else takes
+    time."""
     return round(simulate(case.scheduled.programs, Costs((1.0,) * case.num_stages)).step_time)
 
 
 def _stage(
     param: int, state: Tensor, batch: tuple[Tensor, int], x: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """A stage in integers, whose result depends on the order in which it and the others saw each
+    """A stage on integers, whose result depends on the order in which all stages saw each
     request."""
+    # Integers compare exactly. Multiplying and adding do not commute, so a swapped order shows.
     rows, number = batch
     x = number + rows if x is None else x
     output = (x * param + state[rows]) % 65_521
@@ -189,7 +195,7 @@ def _batches(case: Woven) -> list[tuple[Tensor, int]]:
 
 
 def _listed(case: Woven, states: Sequence[Tensor], outputs: Sequence[Any]) -> list[Any]:
-    """The states, and the outputs of the jobs that feed."""
+    """The states, and the outputs of the jobs whose `feeds` is set."""
     fed = [out.tolist() for out, job in zip(outputs, case.scheduled.jobs, strict=True) if job.feeds]
     return [[state.tolist() for state in states], fed]
 
@@ -217,7 +223,8 @@ def _streamed(case: Woven, scheduled: Scheduled, transport: Transport | None) ->
     programs = [
         attrs.evolve(p, effects=tuple(map(_without_schema, p.effects))) for p in scheduled.programs
     ]
-    fallback = interleaved(len(programs))  # for the pipeline's own number of micro-batches
+    # `pipeline` also asks for the schedule of its default number of micro-batches.
+    fallback = interleaved(len(programs))
 
     def schedule(num_stages: int, jobs: Sequence[Job], **options: Any) -> Sequence[Program]:
         if tuple(jobs) == scheduled.jobs:

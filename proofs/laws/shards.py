@@ -1,4 +1,5 @@
-"""L22: a function that the ranks of a mesh share is the function, and so is a model."""
+"""L22: a function or model sharded over the ranks of a mesh gives the results of the unsharded
+one."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -35,9 +36,11 @@ Step = Callable[[Any, Any, Any], Any]
 
 
 def shards_are_the_function(function: RankFunction) -> None:
-    """L22: on all ranks and on one rank, with whole arguments, a function gives what it is without
-    ranks: results and state, over a sequence of calls. A state that is written in place is returned
-    as the same tensors. Programs print and parse back."""
+    """L22: called with whole arguments, a function sharded over all ranks or one rank gives the
+    results and state of the function without ranks, over a sequence of calls.
+
+    A state that is written in place is returned as the same tensors. Programs print and parse
+    back."""
     sharded = function.sharded()
     steps: dict[str, Step] = {"shards": sharded}
     if not function.depends_on_the_mesh:
@@ -67,7 +70,8 @@ def shards_are_the_function(function: RankFunction) -> None:
 
 
 def shards_commute(function: RankFunction, microbatches: int, length: int) -> None:
-    """L22: graphs, micro-batches and scans of a sharded function are those of the function."""
+    """L22: graphs, micro-batches and scans of a sharded function give the same results as those of
+    the unsharded function."""
     sharded = function.sharded()
     pairs: dict[str, tuple[Step, Step]] = {
         "graph": (graphify(sharded), function.whole),
@@ -90,8 +94,8 @@ def shards_commute(function: RankFunction, microbatches: int, length: int) -> No
 
 
 def stages_of_shards_are_stages(functions: Sequence[RankFunction], microbatches: int) -> None:
-    """L22: a pipeline whose stages are sharded, and a graph of it, are the pipeline of the stages
-    without ranks."""
+    """L22: a pipeline of sharded stages, a graph of it, and a pipeline of their graphs give the
+    results of the pipeline of unsharded stages."""
     params = [function.params for function in functions]
     plain = pipeline(
         [as_stage(function.whole) for function in functions], microbatches=microbatches
@@ -117,7 +121,7 @@ def stages_of_shards_are_stages(functions: Sequence[RankFunction], microbatches:
 
 
 def _result_of(law: str, call: Callable[..., Any], *args: Any) -> Any:
-    """The result of a call that must not raise."""
+    """The result of a call; an error is a violation of the law."""
     try:
         return call(*args)
     except Exception as error:
@@ -157,7 +161,8 @@ TRANSFORMS: dict[str, Callable[[Step, Any, Any, Tensor], Any]] = {
 
 
 def derivatives_of_shards_are_derivatives(function: RankFunction, transform: str) -> None:
-    """L22: `torch.func` and autograd of a sharded function are those of the function."""
+    """L22: `torch.func` and autograd give the same derivatives for a sharded function as for the
+    unsharded one."""
     apply = TRANSFORMS[transform]
     sharded = function.sharded()
     for x in function.inputs:
@@ -169,7 +174,8 @@ def derivatives_of_shards_are_derivatives(function: RankFunction, transform: str
 
 def surroundings_of_shards_change_nothing(case: SurroundedShard) -> None:
     """L22: wherever a sharded function is called first, and whatever it closes over, its results
-    and derivatives are those of the function, in the same surroundings and in later ones."""
+    and derivatives equal those of the unsharded function, in those surroundings and in later
+    ones."""
     read, write = HOLDERS[case.holder]()
     whole = case.function(read, on_a_rank=False)
     step = case.sharded(read)
@@ -189,15 +195,15 @@ def surroundings_of_shards_change_nothing(case: SurroundedShard) -> None:
             assert_equal(law, result, expected, exact=False)
 
 
-# The errors by which torch and captures refuse the function itself. A `LawViolation` is none of
-# them.
+# The errors by which torch and captures refuse the unsharded function. `LawViolation` is not a
+# subclass of any of them, so suppressing these hides no violation.
 _REFUSALS = (RuntimeError, CaptureError, DerivativeError)
 
 
 def _with_weight(
     step: Callable[[Tensor], Tensor], write: Callable[[Tensor], None]
 ) -> Callable[..., Tensor]:
-    """A function `(weight, x)` of one that closes over the weight."""
+    """Make the closed-over weight an argument: `(weight, x)` writes it, then calls `step(x)`."""
 
     def call(weight: Tensor, x: Tensor) -> Tensor:
         write(weight)
@@ -207,7 +213,7 @@ def _with_weight(
 
 
 def disagreeing_ranks_are_refused(case: Disagreement) -> None:
-    """L22: ranks that do not come to the same collectives in the same order are refused before
+    """L22: ranks that would not reach the same collectives in the same order are refused before
     anything runs."""
     function = case.function
     step = function.sharded(case.fn)
@@ -230,8 +236,9 @@ def disagreeing_ranks_are_refused(case: Disagreement) -> None:
 
 
 def false_replicas_are_refused(function: RankFunction) -> None:
-    """L22: in a graph, a result that ranks compute from different parts is not taken for
-    `Replicate()`, though all of its parts are zeros at the capture."""
+    """L22: a graph refuses to take a result that ranks compute from different parts for
+    `Replicate()`, even though all parts are zero at capture."""
+    # With zeros the ranks' values agree, so a check of values alone would pass.
     params, state, x = tree_map(
         torch.zeros_like, (function.params, function.state, function.inputs[0])
     )
@@ -254,11 +261,11 @@ def false_replicas_are_refused(function: RankFunction) -> None:
 def shares_are_the_model(
     scenario: Scenario, num_ranks: int, num_stages: int, captured: bool
 ) -> None:
-    """L22: a model whose layers ranks share gives the logits, tokens and pages of the model, within
-    rounding, over a sequence of batches, whatever split into stages, and in a graph.
+    """L22: a model whose layers are shared by ranks gives the unsharded model's logits, tokens and
+    pages within rounding, over a sequence of batches, for any split into stages, and in a graph.
 
-    Where the two likeliest tokens are closer than rounding, the other may be chosen: what follows
-    is then not compared.
+    Where the two likeliest tokens differ by less than rounding, either may be chosen, and the rest
+    of the sequence is not compared.
     """
     step = compose(scenario.stages(num_stages), advance=advance)
     params = scenario.params(num_stages)
@@ -288,9 +295,11 @@ def shares_are_the_model(
 
 
 def shares_have_the_same_bits(cut: CutScenario) -> None:
-    """L22: a model whose sums are cut into leaves gives the same bits on 1, 2 and 4 ranks, as many
-    as can share its layers: logits, tokens, logprobs, pages and all else of the state, over a
-    sequence of batches, in any split."""
+    """L22: a model whose sums are cut into leaves gives the same bits on 1, 2 and 4 ranks (up to
+    the number that can share its layers).
+
+    Logits, tokens, logprobs, pages and the rest of the state are compared, over a sequence of
+    batches, for any split into stages."""
     steps = {count: _shared(cut, count) for count in cut.numbers_of_ranks}
     for batch in cut.scenario.batches():
         outputs = {}
@@ -308,7 +317,7 @@ def shares_have_the_same_bits(cut: CutScenario) -> None:
 
 
 def _refuse_apart(logits: Tensor, tokens: Tensor, expected: Tensor) -> None:
-    """Raise LawViolation if tokens differ whose logits are not next to equal."""
+    """Raise LawViolation if tokens differ although their logits are more than 1e-2 apart."""
     there = [logits.gather(-1, ids.reshape(-1, 1)) for ids in (tokens, expected)]
     if (difference := find_difference(tokens, expected)) is not None and bool(
         ((there[0] - there[1]).abs() > 1e-2).any()
@@ -317,8 +326,8 @@ def _refuse_apart(logits: Tensor, tokens: Tensor, expected: Tensor) -> None:
 
 
 def _pages(pages: Tensor, scenario: Scenario, num_ranks: int) -> list[Tensor]:
-    """The part of a stage's pages that each rank has, by definition: rank r computes query heads
-    r·H/n to (r+1)·H/n, and so has the keys and values that these read."""
+    """The part of a stage's pages that each rank holds, by definition: rank r computes query heads
+    r·H/n to (r+1)·H/n, and holds the keys and values that these heads read."""
     config = scenario.config
     parts = []
     heads = config.num_heads // num_ranks
@@ -330,8 +339,8 @@ def _pages(pages: Tensor, scenario: Scenario, num_ranks: int) -> list[Tensor]:
 
 
 def _shared(cut: CutScenario, num_ranks: int) -> tuple[Step, Any, Any]:
-    """The model's stages on ranks that share them, with each rank's parameters and states; on one
-    rank there are no collectives."""
+    """The step of the model's sharded stages, with each rank's parameters and states. On one rank
+    there are no collectives."""
     scenario = cut.scenario
     config = cut.scenario.config
     mesh = Mesh(**{AXIS: num_ranks})

@@ -1,4 +1,5 @@
-"""L11: ranks with the same requests agree, and the first message after a difference is refused."""
+"""L11: ranks with the same requests accept each other's messages, and the first message after a
+difference is refused."""
 
 import functools
 import json
@@ -17,7 +18,7 @@ _LAW = "L11 what differs is refused with the first message"
 
 @attrs.frozen
 class Asked:
-    """The requests to a rank: notes, and then a step by a program."""
+    """What a rank is asked to do in one step: notes to record, then a program to run."""
 
     notes: tuple[tuple[str, str], ...]
     program: str = "scale"
@@ -33,13 +34,15 @@ def _programs(microbatches: int, program: str) -> CheckedPrograms:
 def differences_are_refused(
     steps: Sequence[tuple[int, bool]], mine: Sequence[Asked], theirs: Sequence[Asked]
 ) -> None:
-    """L11: a rank accepts another's message if and only if both had the same requests up to its
-    step; later requests do not matter.
+    """L11: a rank accepts another rank's message if and only if both had the same requests up to
+    the message's step.
+
+    Later requests do not matter.
 
     Args:
-        steps: each step's number of micro-batches, and whether the last one is sent and received in
-            the next step.
-        mine, theirs: each rank's requests before and in each step.
+        steps: the number of micro-batches of each step, and whether the last one is sent and
+            received only in the next step.
+        mine, theirs: what the sender and the receiver are asked to do in each step.
     """
     sender = Agreement(0)
     receiver = Agreement(1)
@@ -72,7 +75,8 @@ def differences_are_refused(
 
 
 def _refusal(sender: Agreement, receiver: Agreement, microbatch: int) -> str:
-    """The reason why one rank refuses a message of the other; empty if it accepts it."""
+    """The reason why the receiver refuses the sender's message, or an empty string."""
+    # Through JSON, as over the wire, where tuples become lists.
     header = json.loads(header_bytes(sender.header(1, microbatch, False)))
     try:
         receiver.compare(0, receiver.expect(microbatch, False), header)

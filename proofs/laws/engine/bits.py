@@ -1,4 +1,5 @@
-"""L20: with `batch_invariant=True` a request's tokens and logprobs are bits of that request alone."""
+"""L20: with `batch_invariant=True` the bits of a request's tokens and logprobs depend only on that
+request."""
 
 import functools
 from collections.abc import Sequence
@@ -35,21 +36,24 @@ _FIELDS = (
     "prompt_top_logprobs",
     "prompt_ranks",
 )
-# Seconds for which a thread may compile or capture while the others wait.
+# Seconds that other threads wait while one compiles or captures.
 _TIMEOUT = 120.0
 
 
 def bits_are_of_the_request(
     case: InvariantLoad, device: str = "cpu", transport: Transport | None = None
 ) -> None:
-    """L20: in any batch, order, chunks, mode and split, over any transport, after preemption, with
-    drafts, and with pages of others, a completion has the tokens and the logprobs of a run by
-    itself, eagerly, on one stage, bit for bit. (An aborted one has the first of them.) They are
-    also those of one pass over prompt and completion; where the prompt has embeddings, which have
-    no prompt logprobs, of one pass for each token.
+    """L20: a completion has bit for bit the tokens and logprobs of its request run alone, eagerly,
+    on one stage.
+
+    This holds in any batch, order, chunking, mode and split, over any transport, after preemption,
+    with drafts, and with pages shared with other requests. An aborted completion has a prefix of
+    them. The logprobs also equal those of one pass over prompt and completion. A prompt with
+    embeddings has no prompt logprobs, so there it is one pass for each token.
 
     Args:
-        transport: where the stages run; None: in this process, in threads if the case has them.
+        transport: where the stages run. None: in this process, in threads if the case asks for
+            them.
     """
     model = _on(case.kind, device)
     tracks: dict[tuple[int, int], CompletionState] = {}
@@ -91,8 +95,10 @@ def _forced(
     prompt: tuple[int, ...] | EmbedsPrompt,
     tokens: Sequence[int],
 ) -> list[float]:
-    """The logprobs of a completion's tokens in one pass over it and its prompt; if the prompt has
-    embeddings, each token's in a pass over what precedes it, after which no other token is allowed.
+    """The logprobs of a completion's tokens, from one pass over the prompt and the completion.
+
+    If the prompt has embeddings, each token takes its own pass over what precedes it, and is the
+    only token allowed next.
     """
     if isinstance(prompt, EmbedsPrompt) and EMBEDDED in prompt.ids:
         told = [SamplingParams(temperature=0.0, allowed_token_ids=[token]) for token in tokens]
@@ -110,7 +116,7 @@ def _forced(
 def _longer(
     prompt: tuple[int, ...] | EmbedsPrompt, tokens: Sequence[int]
 ) -> tuple[int, ...] | EmbedsPrompt:
-    """The prompt with tokens appended, at the positions that they have when they are generated."""
+    """The prompt with tokens appended, at the positions that they get when generated."""
     if not isinstance(prompt, EmbedsPrompt):
         return (*prompt, *tokens)
     embeds = prompt.inputs_embeds

@@ -1,5 +1,5 @@
-"""L11 and L19 over the whole engine: each completion is what it is alone, no matter how far the
-host runs ahead."""
+"""L11 and L19 over the whole engine: each completion is the same as when served alone, no matter
+how far the host runs ahead."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -18,13 +18,13 @@ from weft.transforms.engine.requests.host_state import sample_seeds
 from weft.transforms.engine.requests.masks import Mask
 from weft.transforms.engine.requests.prompts import EmbedsPrompt
 
-# The tokens of each call's completions, and their finish reasons.
+# (index of the call, index of the completion) -> its tokens and its finish reason.
 Said = Mapping[tuple[int, int], tuple[list[int], str]]
 
 
 def engine_serves_as_alone(load: Load) -> None:
-    """L11: each completion has the tokens of an eager run by itself (an aborted one has the first
-    of them), its mask allows each of them, and no page is held at the end."""
+    """L11: each completion has the tokens of an eager run by itself (an aborted one has a prefix of
+    them), its mask allows each token, and no page is held at the end."""
     engine = load.engine()
     said = run("L11 an engine serves as alone", load, engine)
     check_nothing_is_left(engine)
@@ -44,13 +44,15 @@ def _check_allowed(name: str, mask: Half, tokens: Sequence[int]) -> None:
 
 
 def run_ahead_is_none(load: Load) -> None:
-    """L19: an engine whose host runs ahead, however far, gives the same completions as one whose
-    host reads each step before it launches the next."""
+    """L19: an engine whose host runs any number of steps ahead gives the same completions as one
+    whose host reads each step before it launches the next."""
     near, far = (
         run("L19 run-ahead is none", load, load.engine(ahead)) for ahead in (0, load.run_ahead)
     )
     for key, (tokens, reason) in near.items():
         ahead_tokens, other = far[key]
+        # An abort comes at a step, by which the two engines may have read different numbers of
+        # tokens: compare the tokens that both have.
         if "abort" in (reason, other):
             same = min(len(tokens), len(ahead_tokens))
         else:
@@ -77,9 +79,9 @@ def run(
 
     Args:
         before: called before each step.
-        extras: those of each call.
-        tracks: is filled with the completions.
-        prompts: those that replace the calls' own; None: the call's own.
+        extras: the extras of each call.
+        tracks: a dict to fill with the completions.
+        prompts: for each call, a prompt that replaces the call's, or None to keep it.
     """
     tracks = {} if tracks is None else tracks
     last = max(call.step for call in load.calls)
@@ -109,13 +111,14 @@ def run(
         for output in [*outputs, *engine.step()]:
             tracks[int(output.id), output.index] = output.track
         step += 1
+    # Steps may still be in flight after the last request has ended.
     while not engine.is_idle:
         engine.step()
     return {key: (track.token_ids, track.reason) for key, track in tracks.items()}
 
 
 def check_nothing_is_left(engine: Engine) -> None:
-    """Raise LawViolation if an idle engine has requests or holds pages."""
+    """Raise LawViolation if an idle engine still has requests or holds pages."""
     stats = engine.stats()
     if (stats.running, stats.waiting, stats.pages_held) != (0, 0, 0):
         raise LawViolation(f"L11 nothing is left: {stats}")
@@ -145,11 +148,11 @@ def alone(
     weights: int = 0,
     adapters: int = 0,
 ) -> tuple[list[int], str]:
-    """One completion's tokens in an engine of its own, run eagerly on one stage.
+    """The tokens and finish reason of one completion alone in an engine, run eagerly on one stage.
 
     Args:
         weights: the seed of the small model's weights.
-        adapters: the version of its adapters.
+        adapters: the version of the model's adapters.
     """
     request_sampling = attrs.evolve(sampling, prompt_logprobs=None)
     track = complete(
@@ -171,10 +174,10 @@ def complete(
     adapter: str | None = None,
     mask: Mask | None = None,
 ) -> CompletionState:
-    """The completion of one request in an engine that has no other.
+    """The completion of one request in an engine that has no other request.
 
     Raises:
-        WeftError: its mask raised or allowed no token, or its logits were NaN.
+        WeftError: the mask raised or allowed no token, or the logits were NaN.
     """
     engine.add(prompt, sampling, max_tokens=max_tokens, adapter=adapter, mask=mask)
     *_, output = engine

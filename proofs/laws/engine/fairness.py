@@ -1,5 +1,5 @@
-"""L18: FIFO within a priority, lower numbers first, every request ends, and steps keep their time;
-checked on the host, for any tokens."""
+"""L18: requests are served FIFO within a priority and lower priority numbers first, every request
+ends, and steps keep their time limit. Checked on the host, for any tokens."""
 
 import itertools
 from collections.abc import Sequence
@@ -15,10 +15,12 @@ from weft.transforms.engine.steps.step import Work
 
 
 def served_in_turn(trace: Trace) -> None:
-    """L18: no request begins while one with a better priority waits, or an earlier one of the same
-    priority. The first of all that have begun gets a step at each turn of its cohort. So every
-    request ends. If there is a limit, a step with prompts and one of decodes before it keep within
-    it, or have a single chunk of at most a page."""
+    """L18: no request begins while one of a better priority, or an earlier one of the same
+    priority, waits.
+
+    The first of all requests that have begun gets a step at each turn of its cohort, so every
+    request ends. If there is a time limit, a step with prompts and the step of decodes before it
+    keep within the limit together, or have a single chunk of at most a page."""
     time = trace.budget.step_time
     host = HostState.empty(trace.budget, trace.num_pages, trace.page_size)
     last = max(arrival.tick for arrival in trace.arrivals)
@@ -60,11 +62,12 @@ def served_in_turn(trace: Trace) -> None:
 
 
 def check_time(works: Sequence[Work], time: StepTime, page_size: int) -> None:
-    """Check the work of one turn: a step of prompts, with the one of decodes before it if they are
-    apart.
+    """Check the work of one turn: a step of prompts, and the step of decodes before it if these are
+    separate.
 
     Raises:
-        LawViolation: it takes longer than the limit, and has more than one chunk of at most a page.
+        LawViolation: the work takes longer than the limit, and has more than a single chunk of at
+            most a page.
     """
     took = 0.0
     chunks = list[int]()

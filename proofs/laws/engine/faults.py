@@ -1,5 +1,5 @@
-"""L11 for faulty requests: one that `Engine.add` accepts breaks no step, ends alone, and gets no
-forbidden token."""
+"""L11 for faulty requests: if `Engine.add` accepts one, it breaks no step, ends only itself, and
+gets no forbidden token."""
 
 import math
 import re
@@ -21,8 +21,8 @@ from weft.sampling import SamplingParams
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.outputs import RequestOutput
 
-# The largest embedding value that cannot make the logits NaN: the squares of larger ones may be
-# infinite.
+# The largest embedding value that cannot make the logits NaN. Larger ones may overflow when
+# squared.
 _LARGEST_EMBEDDING = 1e9
 
 
@@ -34,7 +34,8 @@ class Tally:
         refused: requests refused by `SamplingParams` or by `add`.
         accepted: requests accepted by `add`; `masked` have a mask, `embedded` have embeddings.
         tokens: tokens generated.
-        ended: completions by finish reason; `errors`: by what their error saw.
+        ended: completions by finish reason.
+        errors: completions that ended by an error, by the kind of problem.
     """
 
     refused: int = 0
@@ -47,17 +48,19 @@ class Tally:
 
 
 def faults_end_their_own_request(load: OddLoad, tally: Tally | None = None) -> None:
-    """L11: no step raises, whatever was accepted. Each completion ends once, with a reason, and one
-    that ends by an error has a cause. Parameters and masks allow every token. A well-formed request
-    in the same batches gets the tokens that it gets alone. At the end no page is held.
+    """L11: no step raises, whatever requests were accepted.
+
+    Each completion ends once, with a reason, and one that ends by an error has a cause. Every token
+    is allowed by the sampling parameters and the mask. A well-formed request in the same batches
+    gets the tokens that it gets alone. At the end no page is held.
 
     Args:
-        load: an engine, and requests.
-        tally: their outcomes are added to it.
+        load: the options of an engine, and requests.
+        tally: the outcomes of the requests are added to it.
     """
     tally = Tally() if tally is None else tally
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # end tokens beyond the vocabulary
+        warnings.simplefilter("ignore")  # the engine warns of end tokens beyond the vocabulary
         engine = load.engine()
     careful = SamplingParams(temperature=0.0, ignore_eos=True, bad_token_ids=[MUTE])
     witness = engine.add((1, 2, 3), careful, max_tokens=5)
@@ -121,7 +124,7 @@ def _run(load: OddLoad, engine: Engine, tally: Tally) -> tuple[dict[str, OddCall
 
 
 def _add(engine: Engine, index: int, call: OddCall, tally: Tally) -> str | None:
-    """Add a request, and return its name; None if it was refused."""
+    """Add a request, and return its name, or None if it was refused."""
     if call.id is None:
         name = None
     else:
@@ -161,7 +164,7 @@ def _last(name: str, outputs: Sequence[RequestOutput]) -> RequestOutput:
 
 
 def _check_said(load: OddLoad, call: OddCall, last: RequestOutput) -> None:
-    """Raise unless every token is allowed, and the end has a cause."""
+    """Raise LawViolation unless every token is allowed and the finish reason has a cause."""
     tokens = last.track.token_ids
     reason = last.finish_reason
     params = SamplingParams(**call.sampling)
@@ -202,7 +205,7 @@ def _allowed(
 
 
 def _answer(mask: OddMask, said: Sequence[int]) -> set[int]:
-    """The tokens that a mask allows; none if it fails."""
+    """The tokens that a mask allows; the empty set if it raises or returns something invalid."""
     everything = set(range(VOCABULARY))
     try:
         allowed = mask(said)
@@ -226,8 +229,8 @@ def _answer(mask: OddMask, said: Sequence[int]) -> set[int]:
 def _may_fail(
     load: OddLoad, call: OddCall, params: SamplingParams, stops: set[int], tokens: Sequence[int]
 ) -> bool:
-    """Whether a request with these generated tokens has a fault: no token is allowed next, one of
-    it or of its prompt cannot be decoded, or the logits may be NaN."""
+    """Whether a request with these generated tokens may end by an error: no token is allowed next,
+    a token of it or its prompt cannot be decoded, or the logits may be NaN."""
     large = any(
         not math.isfinite(value) or abs(value) > _LARGEST_EMBEDDING
         for value in call.embeds.values()

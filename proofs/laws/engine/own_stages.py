@@ -1,4 +1,4 @@
-"""L21: an engine over stages of one's own gives each request what these stages give it alone."""
+"""L21: an engine over custom stages gives each request what these stages give it alone."""
 
 import functools
 from collections.abc import Sequence
@@ -28,13 +28,14 @@ def own_stages_serve_as_alone(
     extras: Sequence[Extras | None],
     device: str = "cpu",
 ) -> None:
-    """L21: with functions of one's own in its stages, in any batch, split and mode, an engine gives
-    each completion the tokens, and captures of each of its tokens the values, of an eager run by
-    itself whose functions have the request's extras as constants, and compute what it carries from
-    all of its tokens at each step. An aborted one has the first of them.
+    """L21: with custom functions in its stages, in any batch, split and mode, an engine gives each
+    completion the tokens and captured values of an eager run by itself.
+
+    In that run the functions have the request's extras as constants, and compute what the request
+    carries from all of its tokens at each step. An aborted completion has a prefix of the tokens.
 
     Args:
-        extras: one entry for each call.
+        extras: one entry per call.
     """
     model = _on(device)
     engine = load.engine(model=stages.apply(model))
@@ -60,7 +61,7 @@ def _on(device: str) -> Model:
 def _alone(
     stages: OwnStages | OtherAttention, model: Model, call: Call, extras: Extras | None, seed: int
 ) -> CompletionState:
-    """The completion of a request whose extras are constants of the functions."""
+    """The completion of a request run alone, with its extras as constants of the functions."""
     limits = EngineLimits(max_num_reqs=1, max_num_tokens=24, page_size=24, num_pages=1)
     engine = Engine(stages.apply(model, extras or {}), limits, graph="none", run_ahead=0)
     sampling = attrs.evolve(call.sampling, seed=seed, n=1, prompt_logprobs=None)

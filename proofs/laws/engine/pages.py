@@ -1,5 +1,5 @@
 """L9 for the KV cache: a request reads only keys and values computed for its own tokens, by itself
-or by another request. L23: and only those computed with the current parameters."""
+or by another request. L23: it reads only those computed with the current parameters."""
 
 from collections.abc import Collection
 
@@ -13,8 +13,8 @@ from weft.transforms.engine.requests.host_state import HostState
 from weft.transforms.engine.scheduler import outdate, schedule
 from weft.transforms.engine.steps.step import Work
 
-# The tokens up to and including a slot's, for which it was computed; None stands for a token
-# unknown to the host.
+# The tokens that a slot was computed for, up to and including its own. None in the tuple is a token
+# unknown to the host; None instead of the tuple is a slot that was never computed.
 Content = tuple[int | None, ...] | None
 # A page, and an offset in it.
 Slot = tuple[int, int]
@@ -22,15 +22,15 @@ Slot = tuple[int, int]
 
 @attrs.define
 class Device:
-    """A model of the device that stores, in place of keys and values, the tokens that they were
+    """A model of the device that stores, instead of keys and values, the tokens that they were
     computed for.
 
     Args:
         page_size: slots per page.
         slots: the content of each slot.
         versions: the version of the parameters that computed each slot.
-        tables: the pages of each row, as the work says.
-        version: how often the parameters changed.
+        tables: the pages of each row, as edited by the work.
+        version: the number of times that the parameters have changed.
     """
 
     page_size: int
@@ -92,14 +92,16 @@ def _may_be(content: Content, past: tuple[int | None, ...]) -> bool:
 
 
 def pages_are_read_by_whom_they_were_written_for(trace: Trace) -> None:
-    """L9: whichever requests come, end, or are preempted, none reads a page that was computed for
-    other tokens, and in the end no page is held."""
+    """L9: whichever requests come, end, or are preempted, no request reads a page computed for
+    other tokens, and at the end no page is held."""
     pages_are_of_the_parameters(trace, ())
 
 
 def pages_are_of_the_parameters(trace: Trace, changes: Collection[int]) -> None:
-    """L23: after the parameters change, no request reads a page that was computed before, neither
-    from the prefix cache nor from its own earlier steps. L9 holds too.
+    """L23: after the parameters change, no request reads a page computed before the change, neither
+    from the prefix cache nor from its own earlier steps.
+
+    L9 holds too.
 
     Args:
         trace: the requests that come and go.

@@ -1,5 +1,5 @@
-"""L16 and L17: a request's result depends only on the request, not on its batch, its order, or the
-way it is run."""
+"""L16 and L17: a request's result depends only on the request, not on its batch, on its place in
+the batch, or on how it is run."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,14 +30,14 @@ def make_way(
     ladder: Sequence[BatchDescriptor],
     device: str = "cpu",
 ) -> tuple[Any, int]:
-    """The scenario's model as a step that runs in one of `WAYS`, and its number of stages."""
+    """The scenario's model as a step that runs in one of `WAYS`, and the number of stages."""
     if way in ("eager", "graph"):
         step = whole(scenario, device)
         return (step if way == "eager" else graphify(step, ladder=ladder)), 1
     stages = scenario.stages(num_stages, device)
     if way == "pipeline of graphs":
         stages = [graphify(stage, ladder=ladder) for stage in stages]
-    # A graph cannot cut a ragged batch, since that reads the host
+    # A graph cannot split a ragged batch, because that reads the host.
     inside = way == "graph of a pipeline"
     step = pipeline(stages, microbatches=1 if inside else microbatches, advance=advance)
     return (graphify(step, ladder=ladder) if inside else step), num_stages
@@ -52,8 +52,9 @@ def seed_and_position_fix_the_sample(
     device: str = "cpu",
 ) -> None:
     """L16: in any batch, bucket, order, mode and split, a request's sample is a function of its own
-    logits, parameters, seed, position and tokens, which this law counts on the host; and each of
-    them has an effect."""
+    logits, parameters, seed, position and tokens, and each of them has an effect.
+
+    The law counts positions and tokens on the host."""
     step, count = make_way(scenario, way, num_stages, microbatches, ladder, device)
     params = scenario.params(count, device)
     state = scenario.state(count, device)
@@ -74,8 +75,8 @@ def seed_and_position_fix_the_sample(
 def _draw_alone(
     scenario: Scenario, row: int, said: Sequence[int], logits: Tensor, position: int
 ) -> tuple[Tensor, Tensor]:
-    """The draw of a request that is alone in a table, into which the host wrote all tokens that it
-    generated."""
+    """The draw of a request alone in a sampling table, into which the host wrote all tokens
+    generated so far."""
     table = SamplingTable.zeros(2, scenario.config.vocab_size, 4, logits.device)
     write_rows(table, [0], [scenario.sampling[row]], [scenario.prompts[row]], [said])
     return sample_rows(logits, table, *torch.tensor([[0], [position]], device=logits.device))
@@ -87,8 +88,8 @@ def order_is_free(
     ladder: Sequence[BatchDescriptor],
     device: str = "cpu",
 ) -> None:
-    """L17: reordering a batch's requests changes neither their results nor the state, eagerly and
-    through a graph, which is the same one for both orders."""
+    """L17: reordering a batch's requests changes neither their results nor the state, eagerly or
+    through one graph for both orders."""
     moved = attrs.evolve(scenario, moves=tuple(map(_reordered, scenario.moves, orders)))
     steps: list[Any] = [
         whole(scenario, device),

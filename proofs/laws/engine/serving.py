@@ -1,5 +1,5 @@
-"""L11 over traces: all stages agree on the requests, and each request gets the tokens that it gets
-alone."""
+"""L11 and L12 over traces: all stages agree on the requests, and each request gets the tokens that
+it gets alone."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -24,7 +24,7 @@ from weft.transforms.pipelines.pipeline import Pipelined, compose, pipeline
 from weft.transforms.pipelines.transports import Transport
 from weft.trees import leaves_with_names
 
-# The fields of the state that every stage keeps about requests.
+# The fields of the state in which every stage keeps its copy of the requests' data.
 TABLES = (
     ".block_table",
     ".positions",
@@ -45,7 +45,7 @@ def spanned(
     backend: str | None = None,
     device: torch.device | str = "cpu",
 ) -> Pipelined:
-    """The trace's model as a pipeline over work, its stages graphified in a mode."""
+    """The trace's model as a pipeline over work, with stages graphified in the given mode."""
     loras = lora_rungs(min(trace.num_adapters, trace.budget.cohort_size))
     limits = Limits(
         trace.budget.cohort_size, trace.budget.max_num_tokens, trace.budget.query_lens, loras
@@ -64,16 +64,17 @@ def spanned(
 
 def stages_agree(trace: Trace, num_stages: int, mode: str, device: str = "cpu") -> None:
     """L11: after any number of steps all stages have the same tables, whichever requests came,
-    ended, were aborted or were preempted. Each request's tokens are those that it gets alone and
-    eagerly."""
+    ended, were aborted or were preempted.
+
+    Each request gets the tokens that it gets alone and eagerly."""
     _serve("L11", trace, num_stages, mode, device)
 
 
 def speculation_changes_nothing(
     trace: Trace, num_stages: int, mode: str, device: str = "cpu"
 ) -> None:
-    """L12: whatever is drafted, and however, each request's tokens, greedy or random, are those
-    that it gets alone, eagerly, one by one; and all stages have the same tables."""
+    """L12: whatever is drafted, and by whatever method, each request gets the tokens, greedy or
+    random, that it gets alone, eagerly, one at a time, and all stages have the same tables."""
     _serve("L12", trace, num_stages, mode, device)
 
 
@@ -86,6 +87,7 @@ def _serve(law: str, trace: Trace, num_stages: int, mode: str, device: str) -> N
     )
     windows: list[Window] = []
     for window in serve(trace, run):
+        # The stages' tables are comparable only once no step is in flight.
         states = run.state if window.settled else ()
         tables = [
             {name: x[:-1] for name, x in leaves_with_names(state) if name in TABLES}
@@ -98,8 +100,7 @@ def _serve(law: str, trace: Trace, num_stages: int, mode: str, device: str) -> N
 
 
 def hosts_agree(trace: Trace, num_ranks: int, device: str = "cpu") -> None:
-    """L11: ranks that schedule for themselves and see the same tokens decide the same: equal work,
-    as data."""
+    """L11: ranks that each schedule for themselves and see the same tokens decide on equal work."""
     first = _First(
         PipelineExecutor(
             spanned(trace, 1, "none", device=device),
@@ -118,7 +119,7 @@ def hosts_agree(trace: Trace, num_ranks: int, device: str = "cpu") -> None:
 
 @attrs.define(eq=False)
 class _First:
-    """The rank that computes, with the results of its last call and of its last flush."""
+    """The rank that computes; it keeps the work and results of its last call and last flush."""
 
     run: PipelineExecutor
     works: Sequence[Work] = ()
@@ -136,7 +137,7 @@ class _First:
 
 @attrs.frozen(eq=False)
 class _Other:
-    """A rank that schedules for itself, after the first one."""
+    """A rank that schedules for itself, but takes its results from the first one."""
 
     first: _First
 
@@ -155,8 +156,8 @@ class _Other:
 def served_as_alone(
     trace: Trace, windows: Sequence[Window], device: str = "cpu", law: str = "L11"
 ) -> None:
-    """Raise LawViolation unless each request got the tokens that it gets alone; an aborted one, the
-    first of them."""
+    """Raise LawViolation unless each request got the tokens that it gets alone, or a prefix of them
+    if it was aborted."""
     got = {running.request.id: running for window in windows for running in window.got}
     for arrival in trace.arrivals:
         request = arrival.request
@@ -176,8 +177,10 @@ def served_as_alone(
 
 
 def alone(trace: Trace, request: Request, device: str = "cpu") -> list[int]:
-    """The tokens of a request that runs by itself, eagerly, on one stage. If its prompt has
-    positions, those of later tokens are counted here, and the state has no delta."""
+    """The tokens of a request that runs by itself, eagerly, on one stage.
+
+    If its prompt has positions, this function counts those of later tokens, and the state has no
+    position delta."""
     step = compose(trace.stages(1, device), advance=advance)
     params = trace.params(1, device)
     most = -(-(len(request.prompt) + request.max_tokens) // trace.page_size)

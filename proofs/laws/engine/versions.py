@@ -1,4 +1,4 @@
-"""L23 over the whole engine: after a change of the parameters, everything is computed with the new
+"""L23 over the whole engine: after the parameters change, everything is computed with the new
 ones."""
 
 from collections.abc import Mapping, Sequence
@@ -35,9 +35,10 @@ class _Begins:
 
 
 def changed_parameters_compute_all(load: Load, step: int, how: str, parts: str) -> None:
-    """L23: if the parameters, or the adapters', change while requests run, announced or not, each
-    continues as it would alone in an engine with the new ones, given its tokens so far. At the end
-    no page is held.
+    """L23: if the parameters or adapters change while requests run, announced or not, each request
+    continues as it would alone in an engine with the new ones, given its tokens so far.
+
+    At the end no page is held.
 
     Args:
         load: a load without masks.
@@ -61,7 +62,8 @@ def changed_parameters_compute_all(load: Load, step: int, how: str, parts: str) 
     check_nothing_is_left(engine)
     for (index, sample), (tokens, reason) in said.items():
         call = load.calls[index]
-        # Tokens of the old parameters: all of them if it had ended
+        # How many tokens the old parameters drew, if the completion was not running at the change:
+        # all of them if it had ended, none if it had not begun.
         if call.step >= step:
             ended = 0
         else:
@@ -77,8 +79,8 @@ def changed_parameters_compute_all(load: Load, step: int, how: str, parts: str) 
 
 
 def _drawn_by_now(load: Load, engine: Engine) -> dict[tuple[int, int], tuple[int, int]]:
-    """For each running completion, the number of tokens that the old parameters drew: at least
-    those that the host has read, and at most those with the steps in flight."""
+    """For each running completion, the least and the greatest number of tokens that the old
+    parameters drew: the tokens that the host has read, and these plus the steps in flight."""
     drawn = {}
     for index, call in enumerate(load.calls):
         names = [str(index), *(f"{index}[{sample}]" for sample in range(1, call.sampling.n))]
@@ -98,7 +100,8 @@ def _change(engine: Engine, new: Model, adapters: Mapping[str, Adapter], how: st
     pairs = zip(tree_leaves(present), tree_leaves((new.params, [*named.values()])), strict=True)
     for current, other in pairs:
         if isinstance(current, torch.Tensor):
-            # Torch's version counter misses writes to `.data`
+            # A direct `copy_` bumps torch's version counter, by which the engine detects a change
+            # that is not announced. Writes to `.data` do not, so "in place" must be announced.
             (current.data if how == "in place" else current).copy_(other)
     if how == "in place":
         engine.update()
@@ -107,8 +110,8 @@ def _change(engine: Engine, new: Model, adapters: Mapping[str, Adapter], how: st
 def _agrees(
     call: Call, tokens: list[int], reason: str, old: int, begun: int, weights: int, version: int
 ) -> bool:
-    """Whether the first `old` tokens are those of the old parameters, and those after the first
-    `begun` are those of the new ones."""
+    """Whether the first `old` tokens are those of the old parameters, and the tokens after the
+    first `begun` are those of the new ones."""
     if old:
         by_old, ended = alone(call.prompt, call.sampling, call.max_tokens, call.adapter)
         if tokens[:old] != by_old[: len(tokens[:old])]:
