@@ -1,29 +1,29 @@
-"""Hypothesis strategies that weft's own laws draw from, for tests to import and to combine.
+"""Hypothesis strategies from which weft's laws draw, for tests to import and combine.
 
 | strategy | draws |
 |---|---|
-| `tensors(*shape)` | tensors with few plain values; dimensions may be drawn too |
+| `tensors(*shape)` | tensors of a few simple values; dimensions may be drawn too |
 | `descriptors()` | a `weft.BatchDescriptor`, uniform or ragged |
 | `batches()` | a `weft.Batch` of any class |
-| `ladders(batches)` | ladders with classes that cover these batches, largest first |
+| `ladders(batches)` | ladders whose classes cover these batches, largest first |
 | `limits()` | `weft.Limits`, for `weft.make_ladder` |
 | `pure_functions()` | a random function `.fn(params, state, batch) -> (state, out)`, and arguments for it |
 | `mappings()` | a random function `(params, x) -> y` that can be differentiated and mapped |
 | `stage_lists()` | functions that fit together as stages of a pipeline |
 | `scenarios()` | a small random model, and batches in an order that its state can serve |
-| `step_times(max_limit)`, `timed_traces()` | limits on a step's seconds, and what steps take; such traces |
+| `step_times(max_limit)`, `timed_traces()` | limits on a step's seconds, with step times; traces with such limits |
 | `traces()` | requests that arrive, end or are aborted, and a model that serves them |
-| `programs()` | all ranks' programs of a pipeline; `edited_programs()` and `broken_programs()` have faults |
+| `programs()` | the programs of a pipeline's ranks; `edited_programs()` and `broken_programs()` have faults |
 | `woven_programs()` | programs that run several stages on each rank in any order, and an edit of them |
-| `loops()` | a loop on integers for `weft.while_loop`, and what it gives |
-| `loop_bodies()` | a loop of torch's operators, which indexes and reads by its counter |
+| `loops()` | a loop on integers for `weft.while_loop`, and its expected result |
+| `loop_bodies()` | a loop of torch's operators, which indexes by its counter and reads it |
 | `tensor_programs()` | a random program on tensors as Python code, and calls of it, for graphs and eager runs |
 | `compositions()` | a nest of weft's and torch's transforms around a random function, and how it is called |
-| `bodies()` | the functions inside such nests |
+| `bodies()` | the functions inside these nests |
 | `hazards()` | code that a graph would get wrong if weft did not notice it |
-| `meshes()`, `meshes(axes=("data", "tensor"))` | a `weft.Mesh` of one or two axes, or of these |
-| `rank_functions()` | a random function of one rank's part, with collectives, and the same without ranks |
-| `disagreements()` | such a function whose collectives are others on one rank |
+| `meshes()`, `meshes(axes=("data", "tensor"))` | a `weft.Mesh` of one or two axes, or of the named axes |
+| `rank_functions()` | a random function of one rank's part, with collectives, and the same function without ranks |
+| `disagreements()` | such a function, with different collectives on one rank |
 | `shared_scenarios()` | a scenario, and a number of ranks that can share its model's layers |
 | `cut_scenarios()` | a scenario of a batch-invariant model whose sums are cut into leaves |
 | `image_scenarios()`, `resolution_ladders()` | images of a resolution, a shape class other than batches of requests |

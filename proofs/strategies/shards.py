@@ -1,4 +1,4 @@
-"""Random functions of one rank's part, with placements and collectives; and the same functions
+"""Random functions of one rank's part, with placements and collectives, and the same functions
 without ranks."""
 
 import functools
@@ -35,15 +35,15 @@ Step = Callable[[dict[str, Tensor], dict[str, Tensor], Tensor], Tensor]
 @attrs.frozen(eq=False)
 class RankFunction:
     """A random function `(params, state, x) -> (state, y)` written for one rank, and the same
-    function of whole tensors, in torch's operators alone.
+    function on whole tensors, which uses torch's operators only.
 
     Args:
         code: the steps, in order; `repr` shows them.
         mesh: the ranks.
         fn, whole: the function of one rank's part, and of whole tensors. `state` is donated.
-        placements: of `params`, of `state`, of `x`, and of `y`.
-        params, state: by name; each parameter is [width, width].
-        inputs: each [rows, width].
+        placements: the placements of `params`, `state`, `x` and `y`.
+        params, state: tensors by name; each parameter is [width, width].
+        inputs: the `x` of each call, [rows, width].
     """
 
     code: tuple[str, ...]
@@ -58,8 +58,12 @@ class RankFunction:
     inputs: tuple[Tensor, ...] = attrs.field(repr=lambda xs: str([tuple(x.shape) for x in xs]))
 
     def sharded(self, fn: Callable[..., Any] | None = None, mesh: Mesh | None = None) -> Sharded:
-        """The function, or another one of the same arguments and results, on all ranks, of this
-        mesh or another."""
+        """The function on all ranks of the mesh.
+
+        Args:
+            fn: another function with the same arguments and results. None: this one.
+            mesh: another mesh. None: this one.
+        """
         params, state, x, y = self.placements
         return shard(fn or self.fn, mesh or self.mesh, (params, state, x), (state, y))
 
@@ -68,7 +72,7 @@ class RankFunction:
         return as_stage(self.sharded())
 
     def to(self, device: str) -> "RankFunction":
-        """The function, with its tensors on a device."""
+        """The function with its tensors on a device."""
         params, state, inputs = tree_map(
             lambda x: x.to(device), (self.params, self.state, self.inputs)
         )
@@ -76,7 +80,7 @@ class RankFunction:
 
     @property
     def depends_on_the_mesh(self) -> bool:
-        """Whether it is another function on another mesh: it names the places of ranks."""
+        """Whether the function differs on another mesh, because it names ranks' places."""
         return any(step.startswith("ppermute") for step in self.code)
 
     def on_one_rank(self) -> Mesh:
@@ -85,8 +89,8 @@ class RankFunction:
 
 
 def as_stage(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A stage `(params, state, batch, x) -> (state, y)` of a step `(params, state, x) -> (state,
-    y)`."""
+    """Turn a step `(params, state, x) -> (state, y)` into a stage `(params, state, batch, x) ->
+    (state, y)`."""
 
     @donates("state")
     def stage(params: Any, state: Any, batch: Any, x: Any) -> Any:
@@ -105,13 +109,13 @@ _SIZES: dict[int, tuple[tuple[int, ...], ...]] = {
 
 @st.composite
 def meshes(draw: st.DrawFn, axes: Sequence[str] | None = None) -> Mesh:
-    """A mesh with these axes, of at most 8 ranks.
+    """A mesh with these axes and at most 8 ranks.
 
     Args:
-        axes: the names of one to three axes, in order; None: `tensor`, or `data` and `tensor`.
+        axes: the names of one to three axes, in order. None: `tensor`, or `data` and `tensor`.
 
     Raises:
-        MeshError: no axis, or more than three, or one twice.
+        MeshError: `axes` is empty, has more than three names, or repeats a name.
     """
     if axes is not None and (len(axes) not in _SIZES or len({*axes}) < len(axes)):
         raise MeshError(
@@ -125,7 +129,7 @@ def meshes(draw: st.DrawFn, axes: Sequence[str] | None = None) -> Mesh:
 
 @attrs.define(eq=False)
 class _Writer:
-    """Writes a function step by step, and knows where its value is."""
+    """Builds a function step by step, and tracks the placement of its value."""
 
     mesh: Mesh
     placed: dict[str, Placement]
@@ -134,18 +138,19 @@ class _Writer:
     params: dict[str, Placements] = attrs.field(factory=dict)
 
     def add(self, name: str, local: Step, whole: Step | None = None) -> None:
-        """Add a step, as a rank makes it and as it is on whole tensors (None: there it changes
-        nothing)."""
+        """Add a step, as a rank computes it and as it is on whole tensors (None: it changes nothing
+        there)."""
         self.code.append(name)
         self.steps.append((local, whole or (lambda params, state, x: x)))
 
     def axes(self, *kinds: Placement) -> list[str]:
-        """The axes on which the value has one of these placements."""
+        """The axes along which the value has one of these placements."""
         return [axis for axis, placement in self.placed.items() if placement in kinds]
 
     def is_innermost(self, axis: str, dim: int) -> bool:
-        """Whether no later axis cuts the dimension: what the axis cuts or joins are then whole
-        parts."""
+        """Whether no later axis splits the dimension.
+
+        Only then are the pieces that this axis splits or joins contiguous parts of the whole."""
         names = list(self.placed)
         return all(self.placed[later] != Shard(dim) for later in names[names.index(axis) + 1 :])
 
@@ -154,7 +159,7 @@ class _Writer:
         return Partial() in self.placed.values()
 
     def product(self, **by_axis: Placement) -> tuple[Step, Step]:
-        """A product with a new parameter of these placements."""
+        """A matrix product with a new parameter of these placements, on a rank and on the whole."""
         name = f"w{len(self.params)}"
         self.params[name] = Placements(**by_axis)
 
@@ -164,7 +169,7 @@ class _Writer:
         return both, both
 
     def moves(self) -> Iterator[tuple[str, Callable[[], None]]]:
-        """The steps that are right where the value is now, by name."""
+        """The steps that are valid for the value's current placement, by name."""
         yield "halve", lambda: self.add("halve", _halve, _halve)
         for axis in self.axes(Partial()):
             yield f"all_reduce {axis}", functools.partial(self._reduce, axis)
@@ -198,6 +203,7 @@ class _Writer:
             yield "product", lambda: self.add("product", *self.product())
             for axis in self.axes(Replicate()):
                 yield f"product by columns {axis}", functools.partial(self._by_columns, axis)
+        # These steps are not linear, so they cannot run on addends of a partial sum.
         if not self.is_partial:
             yield "tanh", lambda: self.add("tanh", _tanh, _tanh)
             yield "softmax", self._softmax
@@ -304,7 +310,8 @@ DIMENSIONS = (0, 1, -2, -1)
 
 
 def _permutations(size: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Ways in which ranks send to each other: around, backwards, and all but the last."""
+    """Patterns in which ranks send to each other: a ring, a reversal, and a shift that leaves out
+    the last rank."""
     yield tuple((place, (place + 1) % size) for place in range(size))
     yield tuple((place, size - 1 - place) for place in range(size))
     yield tuple(itertools.pairwise(range(size)))
@@ -319,7 +326,7 @@ def _tanh(params: Any, state: Any, x: Tensor) -> Tensor:
 
 
 def _part(x: Tensor, axis: str, dim: int) -> Tensor:
-    """This rank's part of a tensor that all ranks along the axis have."""
+    """This rank's part of a tensor that is replicated along the axis."""
     size = x.shape[dim] // axis_size(axis)
     return x.narrow(dim, axis_index(axis) * size, size)
 
@@ -346,16 +353,17 @@ def rank_functions(
     multiple: int = 1,
     columns: int | None = None,
 ) -> RankFunction:
-    """A random chain of steps, each right for the placement that the value then has, and 1 to 3
+    """A random chain of steps, each valid for the placement that the value has there, and 1 to 3
     calls.
 
     Args:
-        mesh: the ranks; None: any.
-        max_steps: the most steps.
-        updates: the ways to make the next state, of `UPDATES`.
-        multiple: numbers of rows are multiples of it.
-        columns: for each rank, 1 or 2; None: either.
+        mesh: the ranks. None: any mesh.
+        max_steps: the greatest number of steps.
+        updates: keys of `UPDATES`: the ways to make the next state.
+        multiple: each number of rows is a multiple of the number of ranks times this.
+        columns: the number of columns per rank, 1 or 2. None: either.
     """
+    # Rows and columns are multiples of the number of ranks, so that any axes can split them.
     mesh = mesh or draw(meshes())
     kinds: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Partial())
     order = draw(st.permutations(list(mesh.sizes)))
@@ -414,14 +422,14 @@ def rank_functions(
 
 @attrs.frozen(eq=False)
 class Disagreement:
-    """A function whose collectives are others on one rank.
+    """A function with different collectives on one rank.
 
     Args:
-        function: which all ranks agree on.
-        rank: the rank that does otherwise.
+        function: a function on which all ranks agree.
+        rank: the rank that disagrees.
         how: one of `DISAGREEMENTS`.
-        is_first: whether they disagree before the function, or after it.
-        axis: along which.
+        is_first: whether the ranks disagree before the function or after it.
+        axis: the axis of the collectives on which they disagree.
     """
 
     function: RankFunction
@@ -431,7 +439,7 @@ class Disagreement:
     axis: str
 
     def fn(self, params: Any, state: Any, x: Tensor) -> Any:
-        """The function of one rank's part."""
+        """The function of one rank's part, with the collectives on which the ranks disagree."""
         mesh = self.function.mesh
         rank = sum(axis_index(axis) * mesh.stride(axis) for axis in mesh.sizes)
         meets = DISAGREEMENTS[self.how][rank == self.rank]
@@ -464,12 +472,12 @@ DISAGREEMENTS: dict[str, tuple[Meets, Meets]] = {
     "another shape": (all_reduce, lambda x, axis: all_reduce(x[None], axis)),
     "another dtype": (all_reduce, lambda x, axis: all_reduce(x.double(), axis)),
 }
-"""The collectives of all ranks but one, and of that one, by name."""
+"""The collectives of all ranks but one, and those of that one rank, by name."""
 
 
 @st.composite
 def disagreements(draw: st.DrawFn) -> Disagreement:
-    """A function on whose collectives one rank disagrees."""
+    """A function with different collectives on one rank."""
     function = draw(rank_functions(max_steps=3))
     rank = draw(st.integers(0, function.mesh.num_ranks - 1))
     how = draw(st.sampled_from(tuple(DISAGREEMENTS)))
@@ -480,12 +488,11 @@ def disagreements(draw: st.DrawFn) -> Disagreement:
 
 @attrs.frozen(eq=False)
 class RankResults:
-    """A result of a sharded function: the tensor of each rank, and its placement in
-    `out_placements`.
+    """A result of a sharded function: the tensor of each rank, and the placement declared for it.
 
     Args:
-        parts: of each rank, of any shape and dtype.
-        placement: of the result.
+        parts: the tensor of each rank, of any shape and dtype.
+        placement: the result's entry in `out_placements`.
     """
 
     parts: tuple[Tensor, ...] = attrs.field(
@@ -494,8 +501,9 @@ class RankResults:
     placement: Placement | PerRank
 
     def sharded(self) -> Any:
-        """The result by `shard`, of a function that computes the parts."""
+        """The result that `shard` gives for a function that computes the parts."""
 
+        # The values depend on the argument, so that they are computed rather than constants.
         def part(x: Tensor) -> Tensor:
             part = self.parts[axis_index("ranks")]
             value = x * part.sum() / part.numel()
@@ -505,7 +513,7 @@ class RankResults:
         return step(torch.ones((), dtype=torch.float64))
 
     def expected(self) -> Any:
-        """The result by its definition; None where it has none."""
+        """The result by definition, or None where the parts have none."""
         first = self.parts[0]
         alike = all((x.shape, x.dtype) == (first.shape, first.dtype) for x in self.parts)
         match self.placement:
@@ -527,7 +535,7 @@ class RankResults:
 
 @st.composite
 def rank_results(draw: st.DrawFn) -> RankResults:
-    """Results of two or three ranks: alike, or of other shapes, dtypes or values on one of them.
+    """Results of two or three ranks, all alike, or with another shape, dtype or value on one rank.
 
     >>> from hypothesis import find
     >>> case = find(rank_results(), lambda case: case.placement == Shard(0) and case.expected() is None)

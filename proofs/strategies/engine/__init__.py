@@ -1,2 +1,1 @@
-"""Strategies for engines: loads and traces of requests, and what requests bring: adapters, drafts,
-embeddings."""
+"""Strategies for engines: loads and traces of requests, with adapters, drafts and embeddings."""

@@ -1,4 +1,4 @@
-"""The requests to two ranks: the same for both, or with one difference."""
+"""What two ranks are asked to do: the same, or with one difference."""
 
 import attrs
 from hypothesis import strategies as st
@@ -15,7 +15,7 @@ _ASKED = st.builds(Asked, _NOTES, st.sampled_from(("scale", "scale", "other")))
 def conversations(
     draw: st.DrawFn,
 ) -> tuple[list[tuple[int, bool]], list[Asked], list[Asked]]:
-    """Steps, as `differences_are_refused` takes them, and the requests to each of two ranks in
+    """Steps as `differences_are_refused` takes them, and what each of two ranks is asked in
     them."""
     steps = draw(st.lists(st.tuples(st.integers(1, 3), st.booleans()), min_size=1, max_size=6))
     mine = draw(st.lists(_ASKED, min_size=len(steps), max_size=len(steps)))

@@ -1,5 +1,5 @@
-"""Attention by other means: back ends of every capability, windows in some layers, and dense
-attention beside it."""
+"""Custom attention: back ends of every capability, windows in some layers, and dense attention as
+the reference."""
 
 from typing import Any
 
@@ -17,20 +17,19 @@ from weft.stages.model import Model
 
 @attrs.frozen
 class OtherAttention:
-    """An attention back end, for a model with windows.
+    """An attention back end for a model with windows.
 
     Args:
-        windows: of each layer; 0: none.
-        capability: of the back end. Where it cannot be in a graph, it reads the lengths on the
-            host.
+        windows: the window of each layer; 0 means none.
+        capability: the back end's capability. Where it cannot run in a graph, it reads the lengths
+            on the host.
     """
 
     windows: tuple[int, ...]
     capability: str
 
     def apply(self, model: Model, constants: Extras | None = None) -> Model:
-        """The model with that attention; if `constants` is not None, with dense attention in its
-        place."""
+        """The model with this back end, or with dense attention if `constants` is not None."""
         model = attrs.evolve(model, config=attrs.evolve(model.config, windows=self.windows))
         if constants is not None:
             return model.with_stages(attend=dense)
@@ -38,8 +37,8 @@ class OtherAttention:
         return model.with_stages(attend=backend)
 
     def _plan(self, q: Tensor, _: Tensor, *where: Any) -> tuple[Any, Any]:
-        """The start and the length of each request: lists on the host or, where a graph may be
-        captured, tensors."""
+        """The starts and lengths of the requests: tensors where a graph may be captured, else lists
+        on the host."""
         longest = where[4]
         lengths = where[3]
         is_uniform = len(lengths) * longest == len(q)
@@ -66,7 +65,7 @@ def planned(
     table: Tensor,
     *rest: Any,
 ) -> Tensor:
-    """Attention of one request after the other, by a plan that was made on the host."""
+    """Attention computed request by request, by a plan made on the host."""
     starts, lengths, longest, scale, window = rest
     spans = plan[0]
     out = torch.zeros_like(q)
@@ -80,7 +79,7 @@ def planned(
 
 
 def dense(config: Any, layer: Any, q: Tensor, kv_pages: Tensor, batch: Any) -> Tensor:
-    """Attention by the scores of whole contexts, masked by the layer's window."""
+    """Attention from the scores of whole contexts, masked by the layer's window."""
     scores = attention_scores(q, kv_pages, batch)
     window = config.windows[layer.index]
     if window:
@@ -90,6 +89,6 @@ def dense(config: Any, layer: Any, q: Tensor, kv_pages: Tensor, batch: Any) -> T
 
 
 def other_attentions(num_layers: int) -> st.SearchStrategy[OtherAttention]:
-    """Attention of any capability, with windows in some layers."""
+    """Attention back ends of any capability, with windows in some layers."""
     windows = st.tuples(*[st.sampled_from((0, 3, 2, 1, 7))] * num_layers).filter(any)
     return st.builds(OtherAttention, windows, st.sampled_from(CAPABILITIES[::-1]))

@@ -1,5 +1,5 @@
-"""Drafters for the requests of a trace or an engine: prompt lookup, or a model that is often or
-seldom right."""
+"""Drafters for the requests of a trace or an engine: prompt lookup, a model that is often right, or
+one that seldom is."""
 
 from pathlib import Path
 
@@ -19,8 +19,10 @@ MODELS = ("itself", "another")
 
 @attrs.frozen
 class Drafts:
-    """The most tokens drafted per step, by prompt lookup of n-grams or by a model: the served one
-    itself, or another with one layer."""
+    """The most tokens drafted per step, and the drafter.
+
+    `way` is the n-gram sizes of prompt lookup, or one of `MODELS`: the served model itself, or
+    another one with one layer."""
 
     num_tokens: int
     way: tuple[int, int] | str
@@ -28,7 +30,7 @@ class Drafts:
     def speculation(
         self, config: ModelConfig, seed: int, std: float, device: torch.device | str = "cpu"
     ) -> Speculation:
-        """The drafter for a model with these weights (`random_params`)."""
+        """The drafter for a model whose weights are `random_params` of this seed and deviation."""
         if not isinstance(self.way, str):
             return Speculation(self.num_tokens, ngram=self.way)
         if self.way == "itself":
@@ -45,12 +47,12 @@ class Drafts:
 
 
 def lookups() -> st.SearchStrategy[Drafts]:
-    """Prompt lookup, often of single tokens."""
+    """Drafting by prompt lookup, often from a single token."""
     return st.builds(
         Drafts, st.sampled_from((4, 3, 2, 1)), st.sampled_from(((1, 3), (1, 1), (2, 3)))
     )
 
 
 def models() -> st.SearchStrategy[Drafts]:
-    """A draft model."""
+    """Drafting by a model."""
     return st.builds(Drafts, st.sampled_from((3, 4, 2, 1)), st.sampled_from(MODELS))

@@ -11,7 +11,7 @@ from weft.transforms.engine.requests.prompts import EmbedsPrompt
 
 
 def with_mrope(config: ModelConfig) -> ModelConfig:
-    """The model with mRoPE, its pairs divided among time, height and width."""
+    """The model with mRoPE, with its frequency pairs divided among time, height and width."""
     pairs = config.head_dim // 2
     section = (1, (pairs - 1) // 2, pairs - 1 - (pairs - 1) // 2)
     return attrs.evolve(config, rope=attrs.evolve(config.rope, mrope_section=section))
@@ -19,13 +19,13 @@ def with_mrope(config: ModelConfig) -> ModelConfig:
 
 @st.composite
 def images(draw: st.DrawFn, prompt: tuple[int, ...], hidden_size: int, image: int) -> EmbedsPrompt:
-    """A prompt with positions. Some consecutive tokens are an image, or none are.
+    """A prompt with positions, in which some consecutive tokens may be an image.
 
     Args:
-        image: the index of the image.
+        image: the index of the image, which seeds its embeddings.
     """
-    # In few places, so that two prompts often have the same ids, and pages must be told apart by
-    # their images.
+    # Few places to choose from, so that two prompts often have the same ids and pages must be told
+    # apart by their images.
     start = min(draw(st.sampled_from((0, 0, 0, 3))), len(prompt))
     stop = draw(st.sampled_from((len(prompt), min(start + 4, len(prompt)), len(prompt), start)))
     width, still = draw(st.sampled_from(((2, True), (3, False))))

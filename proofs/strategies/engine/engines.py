@@ -31,7 +31,7 @@ _STD = 0.5
 
 @functools.cache
 def small_model(seed: int = 0) -> Model:
-    """A model of three layers without a tokenizer. Its weights are large, so that differences show."""
+    """A model of three layers without a tokenizer, with large weights so that differences show."""
     config = parse_config(
         {
             "architectures": ["Qwen3ForCausalLM"],
@@ -59,8 +59,10 @@ def small_adapters(version: int = 0) -> dict[str, Adapter]:
 
 
 def adapters_of(config: ModelConfig, version: int = 0) -> dict[str, Adapter]:
-    """Two adapters for a model: one for attention alone, one for all layers that can have one, of a
-    larger rank. Each version has the same shapes, and other values."""
+    """Two adapters for a model: one for attention only, and one of a larger LoRA rank for all
+    layers that can have one.
+
+    All versions have the same shapes but different values."""
     names = [name for layer in range(config.num_layers) for name in adaptable(config, layer)]
     parts = {"of attention": [name for name in names if "self_attn" in name], "of all": names}
     return {
@@ -77,18 +79,18 @@ def adapters_of(config: ModelConfig, version: int = 0) -> dict[str, Adapter]:
 
 @functools.cache
 def small_speculation(drafts: Drafts, device: torch.device | str = "cpu") -> Speculation:
-    """Drafting options for that model."""
+    """Drafting options for `small_model()`."""
     return drafts.speculation(small_model().config, 0, _STD, device)
 
 
 @attrs.frozen
 class Half:
-    """A mask that allows half of some tokens, others after each prefix, as ids or as bits;
+    """A mask that allows a random half of some tokens after each prefix, as ids or as bits, or
     sometimes any token.
 
     Args:
-        seed: fixes what it allows.
-        tokens: the tokens it chooses from.
+        seed: determines which tokens are allowed.
+        tokens: the tokens to choose from.
         vocab_size: the number of ids in the model's vocabulary.
     """
 
@@ -104,7 +106,7 @@ class Half:
         return ids
 
     def allowed(self, said: Sequence[int]) -> list[int] | None:
-        """The tokens allowed next; None: any."""
+        """The tokens allowed next, or None for any token."""
         chosen = random.Random(f"{self.seed} {list(said)}")
         if chosen.random() < 0.8:
             return sorted(chosen.sample(self.tokens, len(self.tokens) // 2))
@@ -113,8 +115,8 @@ class Half:
 
 @attrs.frozen
 class Call:
-    """A prompt that arrives before a step of the engine, with its index as its id, and the step of
-    its abort."""
+    """A prompt that arrives before step `step` of the engine, and is aborted before step `aborted`
+    (None: never). Its id is its index in the load."""
 
     step: int
     prompt: tuple[int, ...]
@@ -143,8 +145,13 @@ class Load:
         model: Model | None = None,
         transport: Transport | None = None,
     ) -> Engine:
-        """The engine, for `small_model()` or for another one, in this thread or over another
-        transport."""
+        """The engine. By default it serves `small_model()`, in this thread.
+
+        Args:
+            run_ahead: replaces the load's `run_ahead`.
+            model: another model.
+            transport: where the stages run.
+        """
         model = model or small_model()
         return Engine(
             model,
@@ -172,13 +179,15 @@ def loads(
     adapters: bool = True,
     stages: tuple[int, int] = (1, 3),
 ) -> Load:
-    """Up to four prompts, some with the same beginning, with several completions or with adapters.
+    """Up to four prompts, some of which share a beginning, ask for several completions, or have
+    adapters.
+
     The engine's rows, pages and tokens per step may be scarce, and it may draft.
 
     Args:
         modes: the graph modes to draw from.
-        masks: whether most prompts have a mask; then there are more prompts, at the same time, so
-        that they share steps.
+        masks: whether most prompts have a mask. There are then more prompts, which arrive closer
+            together, so that they share steps.
         adapters: whether some loads have adapters.
         stages: the fewest and the most stages.
     """
@@ -224,6 +233,7 @@ def _calls(draw: st.DrawFn, adapters: tuple[str | None, ...], masks: bool) -> Ca
         mask = draw(st.sampled_from((Half(0), Half(1), None)))
     else:
         mask = None
-    if mask is not None:  # so that every allowed token can be drawn
+    # Other constraints could leave none of the tokens that the mask allows.
+    if mask is not None:
         sampling = attrs.evolve(sampling, allowed_token_ids=None, bad_token_ids=(), min_tokens=0)
     return Call(step, (*begin, *rest), sampling, most, priority, aborted, adapter, mask)

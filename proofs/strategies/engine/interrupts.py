@@ -1,4 +1,4 @@
-"""Interrupts of an engine's calls: an exception from outside, or Ctrl-C, at any line that a call
+"""Interrupts of an engine's calls: an outside exception or Ctrl-C at any line that a call
 executes."""
 
 import dis
@@ -13,37 +13,36 @@ from typing import Any
 
 import attrs
 
-# CPython looks for signals at these instructions: none arrives between two lines that have none of
-# them.
+# CPython checks for signals only at these instructions, so none arrives at a line without them.
 _LOOKS = "CALL", "JUMP_BACKWARD", "RESUME", "SEND", "FOR_ITER", "WITH"
 
 
 def press_ctrl_c() -> None:
-    """What a terminal does."""
+    """Raise SIGINT, as a terminal does."""
     signal.raise_signal(signal.SIGINT)
 
 
 class Outside(BaseException):
-    """An exception that another thread set, or a timeout raised."""
+    """An exception set by another thread or raised by a timeout."""
 
 
 def raise_outside() -> None:
-    """Raise such an exception here."""
+    """Raise `Outside` here."""
     raise Outside
 
 
 @attrs.define
 class Interrupt:
-    """Something that happens at one line of weft's that a call executes.
+    """Something that happens at one line of weft that a call executes.
 
     Args:
-        line: the line, counted from the beginning of the call.
-        happens: what it is.
-        modules: the beginning of the names of the modules whose lines count.
+        line: the number of lines that the call executes before it.
+        happens: the function to call there.
+        modules: the prefix of the names of the modules whose lines count.
 
     Attributes:
-        place: the module and the line; empty: the call had fewer lines.
-        count: such lines executed so far.
+        place: the module and line where it happened; empty if the call had fewer lines.
+        count: the number of such lines executed so far.
     """
 
     line: int
@@ -54,7 +53,7 @@ class Interrupt:
 
     @contextmanager
     def within(self) -> Iterator["Interrupt"]:
-        """The context of the call."""
+        """The context in which to make the call."""
         before = sys.gettrace()
         sys.settrace(self._enter)
         try:
@@ -88,12 +87,14 @@ class Interrupt:
 
 @attrs.frozen
 class Places:
-    """Draws the lines of calls: a module by its depth, then one of the lines that the call had
-    there before. Most lines of a call are those of operators; the few in which the engine's books
-    change would hardly be drawn.
+    """Draws a line of a call: first a prefix of modules' names, then one of the lines that earlier
+    such calls executed there.
+
+    Most lines of a call belong to operators. In a single draw over all lines, the few that change
+    the engine's bookkeeping would hardly ever come up.
 
     Args:
-        modules: beginnings of modules' names.
+        modules: prefixes of modules' names.
     """
 
     modules: Sequence[str]
@@ -105,7 +106,9 @@ class Places:
         return Interrupt(draw.randrange(self._most.get((call, modules), 40)), happens, modules)
 
     def note(self, call: str, interrupt: Interrupt) -> None:
-        """Note how many lines a call had."""
+        """Note how many lines a call executed."""
+        # An interrupted call does not show its number of lines. If it was interrupted at the last
+        # line of the range, it may have more: double the range.
         if not interrupt.place:
             self._most[call, interrupt.modules] = max(interrupt.count, 1)
         elif interrupt.line + 1 == self._most.get((call, interrupt.modules), 40):
@@ -114,7 +117,7 @@ class Places:
 
 @functools.cache
 def _lines_of(code: CodeType) -> frozenset[int]:
-    """The lines of a function within which an exception from outside may arrive."""
+    """The lines of a function at which an outside exception may arrive."""
     lines = set[int]()
     line = code.co_firstlineno
     for instruction in dis.get_instructions(code):

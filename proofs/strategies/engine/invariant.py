@@ -1,4 +1,4 @@
-"""Batch-invariant models of every kind, and loads of their engines over one of the transports."""
+"""Batch-invariant models of every kind, and loads of their engines."""
 
 import functools
 from pathlib import Path
@@ -32,7 +32,7 @@ _FP8 = {
         "activation_scheme": "dynamic",
     }
 }
-# The fields of the batch-invariant models' configurations, by kind; each architecture has a kind.
+# The configuration fields of the batch-invariant models, by kind. Each architecture has a kind.
 INVARIANT_MODELS: dict[str, dict[str, Any]] = {
     "Qwen3": {"architectures": ["Qwen3ForCausalLM"]},
     "Llama with a scaled rope": {
@@ -58,15 +58,17 @@ INVARIANT_MODELS: dict[str, dict[str, Any]] = {
 }
 _DTYPES = {"FP8": torch.bfloat16, "experts in FP8": torch.bfloat16, "float16": torch.float16}
 _KV_DTYPES = {"a cache in FP8": torch.float8_e4m3fn}
-# The most tokens of a prompt and its completion.
+# The most tokens of a prompt together with its completion.
 MAX_LEN = 640
 
 
 @functools.cache
 def invariant_model(kind: str) -> Model:
-    """A batch-invariant model, one of `INVARIANT_MODELS`, wide enough for sums to have several
-    orders. Its weights are large: a logprob is rounded coarsely, so differences between small
-    logits would seldom show in it."""
+    """A batch-invariant model, one of `INVARIANT_MODELS`, wide enough that its sums may be taken in
+    several orders.
+
+    Its weights are large: a logprob is rounded coarsely, so differences between small logits would
+    seldom show in it."""
     config = parse_config(
         {
             "vocab_size": VOCABULARY,
@@ -93,13 +95,13 @@ def invariant_model(kind: str) -> Model:
 
 @attrs.frozen
 class InvariantLoad:
-    """A batch-invariant model, and an engine's load.
+    """A batch-invariant model, and the load of an engine that serves it.
 
     Args:
-        kind: of the model, one of `INVARIANT_MODELS`.
-        prompts: for each call of the load, the prompt with an image and positions that replaces its
-            own; or None.
-        has_threads: whether each stage runs in a thread of its own.
+        kind: the model, one of `INVARIANT_MODELS`.
+        prompts: for each call of the load, a prompt with positions, and perhaps an image, that
+            replaces the call's prompt; or None to keep it.
+        has_threads: whether each stage runs in its own thread.
     """
 
     kind: str
@@ -117,8 +119,10 @@ class InvariantLoad:
 
 @st.composite
 def invariant_loads(draw: st.DrawFn, stages: tuple[int, int] = (1, _LAYERS)) -> InvariantLoad:
-    """A model and a load of 1 to 4 stages, in threads or not. If the model has mRoPE, most prompts
-    have positions, and most of these an image. Of any other model, some prompts are long.
+    """A model, and a load of 1 to 4 stages, in threads or not.
+
+    If the model has mRoPE, most prompts have positions, and most of these an image. For any other
+    model, some prompts are long.
 
     Args:
         stages: the fewest and the most stages.
@@ -142,8 +146,9 @@ def invariant_loads(draw: st.DrawFn, stages: tuple[int, int] = (1, _LAYERS)) -> 
 
 @st.composite
 def _lengthened(draw: st.DrawFn, load: Load) -> Load:
-    """The load with one or all prompts after a long text, the same one, in chunks of several sizes.
-    It drafts by prompt lookup, if at all: the draft models are for short prompts."""
+    """The load with the same long text in front of one prompt or all, in chunks of several sizes.
+
+    It drafts by prompt lookup, if at all, because the draft models take only short prompts."""
     longer = draw(st.sampled_from((270, 70, 270, 530)))
     index = draw(st.sampled_from((0, 0, None)))
     text = tuple(at * at % 11 for at in range(longer))
@@ -169,8 +174,10 @@ def _lengthened(draw: st.DrawFn, load: Load) -> Load:
 
 
 def _asking(call: Call, logprobs: int | None, prompt: EmbedsPrompt | None) -> Call:
-    """The call, which asks for the logprobs of this many of the likeliest tokens; and for those of
-    its prompt, unless that has embeddings, which have none."""
+    """The call, made to ask for the logprobs of this many top tokens.
+
+    If it asked for prompt logprobs, these get the same number, unless the prompt has embeddings,
+    which have no logprobs."""
     has_none = prompt is not None and EMBEDDED in prompt.ids
     if has_none or call.sampling.prompt_logprobs is None:
         of_prompt = None

@@ -26,7 +26,7 @@ from weft.transforms.engine.requests.prompts import EmbedsPrompt
 ENDS = (3, 7)
 # A token that some tokenizers cannot decode.
 MUTE = 9
-# The kinds of a mask's answers; those from `nothing` on are invalid.
+# The kinds of a mask's answers. Those from "nothing" on are invalid.
 ANSWERS = (
     "any",
     "ids",
@@ -51,8 +51,8 @@ class OddMask:
     """A mask with answers of several kinds, chosen by the tokens so far.
 
     Args:
-        kinds: a choice of `ANSWERS`.
-        seed: of the choice, and of the tokens.
+        kinds: the kinds to choose from, of `ANSWERS`.
+        seed: the seed of that choice and of the tokens allowed.
     """
 
     kinds: tuple[str, ...]
@@ -66,6 +66,7 @@ class OddMask:
             case "any":
                 return None
             case "bits" | "sparse":
+                # The top bit lies beyond the vocabulary, and the engine must ignore it.
                 bits = pack_bits(ids, VOCABULARY) | torch.tensor(
                     [chosen.choice((0, -(2**31)))], dtype=torch.int32
                 )
@@ -106,7 +107,7 @@ class OddMask:
 
 
 class Letters:
-    """A tokenizer with one letter per token, which cannot decode the token `mute`."""
+    """A tokenizer with one letter per token, which cannot decode token `mute`."""
 
     def __init__(self, mute: int | None) -> None:
         self.mute = mute
@@ -116,19 +117,19 @@ class Letters:
         """The token's letter.
 
         Raises:
-            UnicodeError: it is the token `mute`.
+            UnicodeError: it is token `mute`.
         """
         return self.decode([token], skip_special_tokens=True)
 
     def get_added_tokens_decoder(self) -> dict[int, Any]:
-        """The special tokens: none."""
+        """The special tokens, of which there are none."""
         return {}
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:  # noqa: ARG002
         """The tokens' letters.
 
         Raises:
-            UnicodeError: the token `mute` is among them.
+            UnicodeError: token `mute` is among them.
         """
         if self.mute in token_ids:
             raise UnicodeError(f"token {self.mute}")
@@ -140,10 +141,11 @@ class OddCall:
     """The arguments of a call of `Engine.add`, and the step before which it is made.
 
     Args:
-        sampling: the arguments of its `SamplingParams`, which may refuse them.
-        id: the beginning of the request's id; None: the engine chooses one.
-        embeds: values of the embeddings that replace tokens, by position; empty: a prompt of ids.
-        aborted: the step before which the request is aborted; None: never.
+        sampling: the arguments of `SamplingParams`, which may refuse them.
+        id: the beginning of the request's id. None: the engine chooses the id.
+        embeds: the scales of the embeddings that replace tokens, by position. Empty: the prompt is
+            ids only.
+        aborted: the step before which the request is aborted. None: never.
     """
 
     step: int
@@ -159,7 +161,7 @@ class OddCall:
 
     @property
     def prompt_input(self) -> Any:
-        """The prompt, as `add` takes it."""
+        """The prompt as `add` takes it."""
         if not self.embeds:
             return self.prompt
         hidden = small_model().config.hidden_size
@@ -173,11 +175,12 @@ class OddCall:
 
 @attrs.frozen
 class OddLoad:
-    """An engine's limits and options, and the calls of `add`.
+    """An engine's limits and options, and the calls of `Engine.add`.
 
     Args:
-        ends: the model's end-of-sequence tokens, some of them beyond its vocabulary.
-        decodes: whether the model has a tokenizer, and whether it decodes all tokens.
+        ends: the model's end-of-sequence tokens, some of which may be beyond its vocabulary.
+        decodes: which tokens the model's tokenizer decodes: "all", "most" (not `MUTE`), or
+            "nothing" if there is no tokenizer.
     """
 
     limits: EngineLimits
@@ -190,7 +193,7 @@ class OddLoad:
     calls: tuple[OddCall, ...]
 
     def engine(self) -> Engine:
-        """The engine."""
+        """The engine, which serves `small_model()` with these ends and this tokenizer."""
         model: Any = small_model()
         if self.decodes == "nothing":
             tokenizer = None
@@ -241,8 +244,8 @@ _FIELDS: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def odd_loads(draw: st.DrawFn) -> OddLoad:
-    """Up to eight requests with any parameters, arbitrary masks, embeddings of NaN or infinity, and
-    odd ids, for an engine with few rows and pages, or many."""
+    """Four to eight requests with any parameters, arbitrary masks, NaN or infinite embeddings, and
+    odd ids, for an engine with few or many rows and pages."""
     page_size = draw(st.sampled_from((2, 4)))
     stages = draw(st.integers(1, 3))
     rows = draw(st.integers(1, 5))
@@ -266,7 +269,7 @@ def odd_loads(draw: st.DrawFn) -> OddLoad:
     )
 
 
-# The kinds of answers of a request's mask, and the names of its parameters.
+# By theme: the kinds of answers that a request's mask may give, and the parameters that it may set.
 _THEMES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "a mask, and parameters that bar": (
         ("few", "ends", "ids"),

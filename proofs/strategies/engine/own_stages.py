@@ -1,5 +1,5 @@
-"""Functions of one's own in a decoder's stages, random ones, with their extras and what they
-capture and carry."""
+"""Random custom functions in a decoder's stages, with their extras and what they capture and
+carry."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,18 +20,18 @@ _PARTS = ("feed_forward", "attention", "logits")
 
 @attrs.frozen
 class OwnStages:
-    """Changes of a model, each by extras of the request.
+    """Changes to a model, each controlled by extras of the request.
 
     Args:
-        layers: for the indices of some layers, what is changed in their result: `vector` is added,
-            or it is multiplied by 1 + `strength`.
-        parts: the functions that are replaced: `feed_forward` and `attention` are multiplied by 1 +
-            `strength`, and `bias` is added to the `logits`.
-        captured: the indices of the layers whose result is captured.
-        carried: the indices of the layers that carry a sum over the request's tokens, which is
-            added to their result.
-        prefix_caching: of `model.with_stages`.
-        patched: the indices of the layers to whose input each token's own `patch` is added.
+        layers: (index of a layer, change of its result): `vector` is added to it, or it is
+            multiplied by 1 + `strength`.
+        parts: the functions that are replaced. The results of `feed_forward` and `attention` are
+            multiplied by 1 + `strength`, and `bias` is added to the `logits`.
+        captured: the indices of the layers whose results are captured.
+        carried: the indices of the layers that carry a sum over the request's tokens. A bounded
+            function of the sum is added to the layer's result.
+        prefix_caching: the argument of `model.with_stages`.
+        patched: the indices of the layers to whose input each token's `patch` is added.
     """
 
     layers: tuple[tuple[int, str], ...]
@@ -45,9 +45,9 @@ class OwnStages:
         """The changed model.
 
         Args:
-            constants: the values of the extras, as constants of the functions, which see one
-                request alone, and compute what it carries anew from all of its tokens at each step;
-                None: those of each request.
+            constants: the extras' values as constants of the functions. The functions then serve
+                one request alone, and recompute what it carries from all of its tokens at each
+                step. None: the functions read each request's extras.
         """
         hidden = model.config.hidden_size
         vocab = model.config.vocab_size
@@ -124,13 +124,13 @@ class OwnStages:
 
 
 def _times(added: Tensor, strength: Tensor) -> Tensor:
-    """A block's result times 1 + strength; it may be parts of a sum, [parts, num_tokens,
+    """A block's result times 1 + strength. It may be the parts of a sum, [parts, num_tokens,
     hidden_size]."""
     return added * (1 + strength)
 
 
 def _next(value: Tensor, hidden: Tensor) -> Tensor:
-    """The sum after a token: another one for each order of tokens, and each number of them."""
+    """The sum after one more token. It depends on the order and the number of the tokens."""
     return 0.9 * value.roll(1, -1) + hidden
 
 
@@ -149,8 +149,10 @@ def _adding(index: int) -> Add:
 
 
 def _adding_anew(start: Tensor) -> Add:
-    """The same for one request alone, whose tokens are kept here. The batch may be padded at its
-    end, at position 0."""
+    """`_adding` for one request alone, whose tokens are kept here.
+
+    The batch may end with padding at position 0, so the last token is the one with the greatest
+    position."""
     hidden_at: dict[int, Tensor] = {}
 
     def add(batch: Any, hidden: Tensor) -> Tensor:
@@ -195,7 +197,7 @@ def _change(
 
 
 def _patched(change: Any, patch: Callable[[Any], Tensor]) -> Any:
-    """The change of a layer to whose input each token's patch is added first."""
+    """The change of a layer, with each token's patch added to the layer's input first."""
 
     def patched(layer: Any) -> Any:
         changed_layer = change(layer)
@@ -207,8 +209,8 @@ def _patched(change: Any, patch: Callable[[Any], Tensor]) -> Any:
 
 
 def patched_stages(num_layers: int) -> st.SearchStrategy[OwnStages]:
-    """Changes of a model with so many layers by inputs of each token, in some layers; others are
-    captured, or not."""
+    """Changes that add each token's patch in some layers of a model; the results of some layers may
+    be captured."""
     some = st.lists(st.integers(0, num_layers - 1), unique=True, min_size=1).map(tuple)
     policies = st.sampled_from((None, "recompute"))
     no_captures = st.builds(OwnStages, st.just(()), st.just(()), st.just(()), patched=some)
@@ -219,7 +221,8 @@ def patched_stages(num_layers: int) -> st.SearchStrategy[OwnStages]:
 
 @st.composite
 def token_patches(draw: st.DrawFn, model: Model, num_tokens: int) -> Extras | None:
-    """The patches that a request gives for some of its prompt's tokens; others have the default."""
+    """The patches that a request gives for some of its prompt's tokens (0.25, the default, for the
+    others), or None."""
     places = draw(st.lists(st.integers(0, num_tokens - 1), max_size=2, unique=True))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1)))
     patch = torch.full((num_tokens, model.config.hidden_size), 0.25)
@@ -230,7 +233,8 @@ def token_patches(draw: st.DrawFn, model: Model, num_tokens: int) -> Extras | No
 
 
 def own_stages(num_layers: int) -> st.SearchStrategy[OwnStages]:
-    """Changes of a model with so many layers: of some layers, and of some of a stage's functions."""
+    """Changes of some layers of a model with this many layers, and of some of a stage's
+    functions."""
     index = st.integers(0, num_layers - 1)
     parts = {
         "layers": (
@@ -257,7 +261,7 @@ def own_stages(num_layers: int) -> st.SearchStrategy[OwnStages]:
 
 @st.composite
 def request_extras(draw: st.DrawFn, model: Model) -> Extras | None:
-    """The extras that one request gives for the changes of `OwnStages`: some of them, or none."""
+    """Some of the extras of `OwnStages`, with a request's values for them, or None."""
     sizes = {
         "vector": (model.config.hidden_size,),
         "strength": (),

@@ -1,5 +1,5 @@
-"""Random traces: requests with their arrivals, parameters and aborts, and the model and memory that
-serve them."""
+"""Random traces: requests with arrivals, parameters and aborts, and the model and memory that serve
+them."""
 
 import itertools
 from typing import Any
@@ -33,11 +33,11 @@ _STD = 0.3
 def step_times(
     max_limit: int, max_tokens: int = 5, max_seconds: int = 9
 ) -> st.SearchStrategy[StepTime]:
-    """Limits on a step's seconds, and what steps take, in whole numbers.
+    """Limits on a step's time and measured step times, in whole seconds.
 
     Args:
         max_limit: the greatest limit.
-        max_tokens, max_seconds: between one measured step and the next.
+        max_tokens, max_seconds: the greatest differences between one measured step and the next.
     """
     points = st.lists(
         st.tuples(st.integers(1, max_tokens), st.integers(0, max_seconds)), min_size=1, max_size=3
@@ -54,8 +54,10 @@ def step_times(
 
 @attrs.frozen
 class Arrival:
-    """A request, the tick before which it arrives, the tick before which it is aborted (None:
-    never), and the request with the same prompt whose pages it waits for."""
+    """A request, and when it arrives.
+
+    It arrives before tick `tick` and is aborted before tick `aborted` (None: never). `behind` is
+    the id of the request with the same prompt whose pages it waits for (None: it does not wait)."""
 
     tick: int
     request: Request
@@ -68,15 +70,15 @@ class Trace:
     """A random model, and requests that arrive and end.
 
     Args:
-        config: of the model.
-        arrivals: in order of their ticks.
+        config: the model's configuration.
+        arrivals: the requests, in order of their ticks.
         budget: the limits of a step.
-        num_pages, page_size: of the KV cache.
-        window: the ticks that are scheduled before the tokens of the first of them are read.
-        reads_late: whether a pipeline's tokens are read once they have returned to all ranks, not
-            once per window.
-        seed: of the weights.
-        drafts: the way tokens are drafted; None: not at all.
+        num_pages, page_size: the sizes of the KV cache.
+        window: the number of ticks scheduled before the tokens of the first of them are read.
+        reads_late: whether a pipeline's tokens are read once they have returned to all ranks,
+            rather than once per window.
+        seed: the seed of the weights.
+        drafts: how tokens are drafted. None: they are not.
     """
 
     config: ModelConfig
@@ -99,7 +101,7 @@ class Trace:
 
     @property
     def num_adapters(self) -> int:
-        """The model's adapters, for the requests that name one."""
+        """The number of the model's adapters: 0 if no request names one."""
         if any(a.request.adapter >= 0 for a in self.arrivals):
             return NUM_ADAPTERS
         return 0
@@ -122,12 +124,13 @@ class Trace:
         return stages
 
     def speculation(self, device: torch.device | str = "cpu") -> Speculation:
-        """The drafter of a trace that has one."""
+        """The drafter; the trace must have `drafts`."""
         assert self.drafts is not None, "they are"
         return self.drafts.speculation(self.config, self.seed, _STD, device)
 
     def params(self, num_stages: int, device: torch.device | str = "cpu") -> tuple[Any, ...]:
-        """The weights of each stage, of deviation 0.3, so that differences show."""
+        """The weights of each stage, with standard deviation 0.3 so that differences show."""
+        # Drawn on the CPU, so that they are the same on every device.
         (whole,) = self.layouts(1)
         params = random_params(
             self.config, whole, seed=self.seed, device="cpu", dtype=torch.float32, std=_STD
@@ -181,11 +184,13 @@ def traces(
     drafts: st.SearchStrategy[Drafts] | st.SearchStrategy[Drafts | None] | None = None,
     embeds: bool = False,
 ) -> Trace:
-    """A model, and up to `max_requests` requests with prompts of 1 to 12 tokens, some with the same
-    beginning. Some end by a stop token, and some are aborted; one in `alone` + 1 is followed by
-    another with its prompt. Rows, pages and tokens per step may be scarce. With `adapters`, some
-    requests have one; with `drafts`, tokens are drafted; with `embeds`, the model has mRoPE, and
-    some prompts have an image."""
+    """A model, and up to `max_requests` requests with prompts of 1 to 12 tokens, some of which
+    share a beginning.
+
+    Some requests end at a stop token, and some are aborted. One in `alone` + 1 is followed by
+    another request with the same prompt. Rows, pages and tokens per step may be scarce. With
+    `adapters`, some requests have one. With `drafts`, tokens are drafted. With `embeds`, the model
+    has mRoPE, and some prompts have an image."""
     config = draw(configs(min_layers, max_layers))
     config = with_mrope(config) if embeds else config
     page_size = draw(st.sampled_from(page_sizes))
@@ -230,7 +235,7 @@ def traces(
 
 @st.composite
 def _followers(draw: st.DrawFn, config: ModelConfig, leader: Arrival) -> Arrival:
-    """A request with another's prompt; most of them wait for its pages."""
+    """A request with the leader's prompt, which may wait for the leader's pages."""
     sampling = draw(sampling_params(config.vocab_size))
     request = attrs.evolve(leader.request, id=f"{leader.request.id}[1]", sampling=sampling)
     behind = draw(st.sampled_from((leader.request.id, None)))
@@ -272,7 +277,7 @@ def _arrivals(draw: st.DrawFn, config: ModelConfig, index: int, adapter: int) ->
 
 @st.composite
 def timed_traces(draw: st.DrawFn) -> Trace:
-    """Requests with prompts of several pages, and a limit on the seconds of their steps."""
+    """Requests with prompts of several pages, and a limit in seconds on their steps."""
     trace = draw(traces(max_layers=1))
     prompts = st.lists(st.integers(3, 9), min_size=1, max_size=40)
     requests = [attrs.evolve(one.request, prompt=tuple(draw(prompts))) for one in trace.arrivals]
