@@ -1,6 +1,8 @@
-"""Loops for `while_loop`: on integers, with the values that Python's own integers give; and with
-drawn bodies, which apply torch's operators, index by the loop's counter and read it, for a
-comparison with the Python loop."""
+"""Loops for `while_loop`, of two kinds.
+
+Some run on integers, with the results that Python's integers give. The others have generated bodies
+that apply torch's operators, index by the loop's counter and read it; they are compared with the
+Python loop."""
 
 import functools
 import re
@@ -18,21 +20,23 @@ from torch.nn import functional
 from weft.torchapi.private import all_schemas, overload_of
 from weft.transforms.graphs.backends.host_reads import READS
 
-# The most steps of a drawn loop.
+# The most steps of a generated loop.
 STEPS = 12
 
 
 @attrs.frozen
 class Loop:
-    """A loop on integers, which ends when their sum is `bound` or more. A step puts `3 *
-    values[order[i]] + amounts[i]` at i, or just `values[order[i]]` where the amount is 0.
+    """A loop on integers, which ends when their sum is `bound` or more.
+
+    A step puts `3 * values[order[i]] + amounts[i]` at i, or just `values[order[i]]` where the
+    amount is 0.
 
     Args:
-        order, amounts: of the body.
-        bound: of the sum; after `STEPS` steps the loop ends in any case.
-        max_steps: as `while_loop` takes it.
-        starts: the first values of each call, for one graph.
-        in_place: whether the body takes the storage of its carry.
+        order, amounts: what the body computes, as above.
+        bound: the bound of the sum. The loop always ends after `STEPS` steps.
+        max_steps: the argument of `while_loop`.
+        starts: the initial values of each call of one graph.
+        in_place: whether the body writes its result into the storage of its carry.
     """
 
     order: tuple[int, ...]
@@ -43,13 +47,13 @@ class Loop:
     in_place: bool
 
     def cond(self, carry: Any) -> Tensor:
-        """The condition on tensors, `(values, steps)`."""
+        """The loop's condition on a carry of tensors, `(values, steps)`."""
         values, steps = carry
         holds: Tensor = (sum(values) < self.bound) & (steps < STEPS)
         return holds
 
     def body(self, carry: Any) -> Any:
-        """The body on tensors."""
+        """One step on a carry of tensors, `(values, steps)`."""
         values, steps = carry
         return self._moved(values), steps + 1
 
@@ -60,7 +64,7 @@ class Loop:
         ]
 
     def expected(self, start: Sequence[int]) -> list[int]:
-        """The last values, then the number of steps, by Python's integers."""
+        """The final values followed by the number of steps, computed on Python's integers."""
         values = list(start)
         steps = 0
         while sum(values) < self.bound and steps < STEPS and steps != self.max_steps:
@@ -101,13 +105,13 @@ def loops(draw: st.DrawFn) -> Loop:
 
 @library.custom_op("weft_proofs::halved", mutates_args=())
 def halved(x: Tensor) -> Tensor:
-    """An operator of others, which draws nothing, and of which torch knows nothing."""
+    """A custom operator that draws no random numbers."""
     return x / 2
 
 
 @library.custom_op("weft_proofs::shaken", mutates_args=())
 def shaken(x: Tensor) -> Tensor:
-    """An operator of others that draws random numbers, and has no tag that says so."""
+    """A custom operator that draws random numbers but has no tag that says so."""
     return x + torch.rand(x.shape, dtype=torch.float64)
 
 
@@ -117,10 +121,10 @@ shaken.register_fake(torch.empty_like)
 
 @attrs.frozen
 class Operator:
-    """An operator of torch that makes a tensor of the shape and dtype of its one argument.
+    """An operator of torch whose result has the shape and dtype of its single tensor argument.
 
     Args:
-        name: of its overload, such as `aten::t`.
+        name: the name of its overload, such as `aten::t`.
         writes: whether it writes its argument.
         draws: whether it may draw random numbers.
         is_view: whether its result is a view of its argument.
@@ -138,11 +142,14 @@ class Operator:
 
 @functools.cache
 def operators(dtype: torch.dtype) -> tuple[Operator, ...]:
-    """The operators that torch has in public, by its schemas and a trial: views, such as `mT` and
-    `conj`, operators in place, such as `abs_`, and those that draw are among them."""
+    """All public operators of torch that fit `Operator`, found by their schemas and a trial call.
+
+    They include views such as `mT` and `conj`, in-place operators such as `abs_`, and operators
+    that draw random numbers."""
     by_name = dict[str, Operator]()
     example = torch.tensor([[0.25, 0.5], [0.75, 1.0]], dtype=dtype)
-    odd = torch.arange(1.0, 10.0).reshape(3, 3).div(9).to(dtype)  # fft_hfft has another shape there
+    # `fft_hfft` keeps a shape of [2, 2], but not one of [3, 3].
+    odd = torch.arange(1.0, 10.0).reshape(3, 3).div(9).to(dtype)
     for schema in all_schemas():
         first, *rest = schema.arguments or [None]
         is_public = schema.name.startswith("aten::") and not schema.name.startswith("aten::_")
@@ -169,17 +176,16 @@ def operators(dtype: torch.dtype) -> tuple[Operator, ...]:
             IndexError,
             ValueError,
         ):
-            continue  # it takes no such tensor, or is no operator of this build
+            continue  # it does not take such a tensor, or this build of torch lacks it
         is_alike = (result.shape, result.dtype, result.layout) == (
             example.shape,
             example.dtype,
             example.layout,
         )
-        # A body that asks for gradients of its carry is no Python loop on values.
+        # A body that sets `requires_grad` on its carry is not a Python loop on values.
         is_alike = is_alike and keeps_odd_shape and not result.requires_grad
-        if (
-            is_alike and name != "aten::empty_like"
-        ):  # whose values are those of other tensors that are gone
+        # `empty_like` returns uninitialized memory, which cannot be compared.
+        if is_alike and name != "aten::empty_like":
             alias = first.alias_info
             by_name[name] = Operator(
                 name=name,
@@ -192,8 +198,11 @@ def operators(dtype: torch.dtype) -> tuple[Operator, ...]:
 
 @functools.cache
 def operators_with_an_edge(dtype: torch.dtype) -> tuple[Operator, ...]:
-    """Those operators without side effects that are infinite or nan somewhere, such as `log` and
-    `acos`: their derivatives are, where a loop has ended and its body runs on."""
+    """The operators without side effects that are infinite or NaN somewhere, such as `log` and
+    `acos`.
+
+    Under `vmap` the body runs on after a row's loop has ended, where their derivatives may be
+    infinite or NaN too."""
     values = torch.tensor([[-2.0, -1.0], [0.0, 1.0]], dtype=dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -215,36 +224,36 @@ class Apply:
 
 @attrs.frozen
 class Custom:
-    """`x = operator(x)`, by the name of an operator of others."""
+    """`x = operator(x)`, for the name of a custom operator."""
 
     name: str
 
 
 @attrs.frozen
 class Attend:
-    """`x` attends to itself."""
+    """`x = scaled_dot_product_attention(x, x, x)`."""
 
     dropout_p: float
 
 
 @attrs.frozen
 class Copy:
-    """`x` is what another slot of the carry was before the step."""
+    """`x` becomes the value that another slot of the carry had before the step."""
 
     source: int
 
 
 @attrs.frozen
 class Index:
-    """`x` is increased by elements of a table, whose index has the counter in it."""
+    """`x` is increased by elements of a table, at an index that contains the counter."""
 
     index: tuple[Any, ...]
 
 
 @attrs.frozen
 class Put:
-    """A copy of `x`, of which elements are written, or increased, at an index with the counter in
-    it."""
+    """`x` becomes a copy whose elements at an index that contains the counter are written or
+    increased."""
 
     index: tuple[Any, ...]
     adds: bool
@@ -252,20 +261,22 @@ class Put:
 
 @attrs.frozen
 class Take:
-    """`x` is increased by the element of a list at the counter, by a tensor of indices, which
-    `vmap` takes too. The list is as long as the longest loop: a step past the end has no element.
+    """`x` is increased by the element of a list at the counter, through a tensor of indices, which
+    `vmap` supports too.
+
+    The list is as long as the longest loop, so a step past the end has no element.
     """
 
 
 @attrs.frozen
 class Peek:
-    """`x` is increased by the counter, read on the host by a method of it."""
+    """`x` is increased by the counter, read on the host by one of its methods."""
 
     method: str
 
 
 Instruction = Apply | Custom | Attend | Copy | Index | Put | Peek | Take
-# Slots of [n, n], and the counter, [] int64.
+# Slots, each [n, n], and the counter, [] int64.
 Carry = tuple[tuple[Tensor, ...], Tensor]
 
 
@@ -324,15 +335,15 @@ WAYS = ("on ranks", "in rows", "in derivatives")
 
 @attrs.frozen
 class LoopBody:
-    """A loop that counts to a bound. Each of its instructions changes one slot of its carry.
+    """A loop that counts to a bound, in which each instruction changes one slot of the carry.
 
     Args:
-        size: n, of slots [n, n].
-        dtype: of the slots.
-        num_slots: their number.
-        instructions: each with the index of its slot.
-        bounds: of the counter in each call, for one graph.
-        max_steps: as `while_loop` takes it.
+        size: n, for slots of [n, n].
+        dtype: the dtype of the slots.
+        num_slots: the number of slots.
+        instructions: the instructions, each with the index of its slot.
+        bounds: the bound of the counter in each call of one graph.
+        max_steps: the argument of `while_loop`.
         way: one of `WAYS`.
     """
 
@@ -346,12 +357,12 @@ class LoopBody:
 
     @property
     def table(self) -> Tensor:
-        """A table for indices by the counter."""
+        """The table that `Index` and `Take` read."""
         values = torch.arange((STEPS + 1) ** 2, dtype=torch.float64).view(STEPS + 1, STEPS + 1)
         return values.to(self.dtype) / 8
 
     def start(self, device: str) -> tuple[Tensor, ...]:
-        """The first slots."""
+        """The initial slots."""
         count = self.size**2
         values = torch.arange(1, count + 1, dtype=torch.float64, device=device).view(
             self.size, self.size
@@ -375,8 +386,8 @@ class LoopBody:
 
     @property
     def must_run(self) -> bool:
-        """Whether there is nothing in it that a graph may refuse: a write to the carry, a draw, a
-        read on the host."""
+        """Whether the loop has nothing that a graph may refuse: a write to the carry, a random
+        draw, or a read on the host."""
         operators = [x.operator for _, x in self.instructions if isinstance(x, Apply)]
         draws = any(isinstance(x, Attend) and x.dropout_p for _, x in self.instructions)
         draws = draws or any(
@@ -386,12 +397,12 @@ class LoopBody:
 
     @property
     def has_rows(self) -> bool:
-        """Whether `vmap` can run it: torch's `vmap` reads no row on the host, and knows no
-        operators of others."""
+        """Whether torch's `vmap` can run the loop: it supports neither reads on the host nor
+        custom operators."""
         return all(_has_rows(instruction) for _, instruction in self.instructions)
 
     def with_derivatives(self) -> "LoopBody":
-        """The loop without what has no derivative in rows, and with steps past its end."""
+        """The loop without instructions that `vmap` cannot run, and with steps past its end."""
         instructions = tuple(each for each in self.instructions if _has_rows(each[1]))
         if self.max_steps is None:
             max_steps = max(self.bounds) + 2
@@ -401,7 +412,7 @@ class LoopBody:
 
 
 def _has_rows(instruction: Instruction) -> bool:
-    """Whether torch's `vmap` can run it."""
+    """Whether torch's `vmap` can run the instruction."""
     match instruction:
         case Apply(operator):
             return not operator.writes and not operator.draws
@@ -452,8 +463,8 @@ def loop_bodies(draw: st.DrawFn) -> LoopBody:
 
 @st.composite
 def _indices(draw: st.DrawFn) -> tuple[Any, ...]:
-    """Indices of a matrix of at least one row and two columns, in which the counter stands for one
-    of them."""
+    """Indices of a matrix with at least one row and two columns, in which one part or more is the
+    counter."""
     other = draw(st.sampled_from([(), (1,), (-1,), (slice(None),), (slice(0, 1),), ("counter",)]))
     parts = draw(st.permutations(["counter", *other]))
     for new_part in draw(st.lists(st.sampled_from([None, ...]), max_size=2, unique=True)):
@@ -461,7 +472,7 @@ def _indices(draw: st.DrawFn) -> tuple[Any, ...]:
     return tuple(parts)
 
 
-# The kinds of operators, each drawn as often as the others.
+# The kinds of operators. Each kind is drawn equally often, however many operators it has.
 _KINDS: tuple[Callable[[Operator], bool], ...] = (
     lambda x: not x.writes and not x.draws and not x.is_view,
     lambda x: x.is_view,

@@ -26,13 +26,13 @@ from weft.trees import tree_map
 ARCHITECTURES = tuple(
     name for name, spec in architectures.ARCHITECTURES.items() if not spec.text_types
 )
-"""Every architecture of text alone, by name."""
+"""The names of all text-only architectures."""
 
 
 @st.composite
 def configs(draw: st.DrawFn, min_layers: int = 1, max_layers: int = 3) -> ModelConfig:
-    """Small decoders of every text architecture: any ratio of grouped queries, any rope scaling,
-    tied and untied."""
+    """Small decoders of every text architecture, with any ratio of grouped queries, any rope
+    scaling, and tied or untied embeddings."""
     architecture = draw(st.sampled_from(ARCHITECTURES))
     spec = architectures.ARCHITECTURES[architecture]
     kv_heads = draw(st.sampled_from((1, 2)))
@@ -63,7 +63,8 @@ def configs(draw: st.DrawFn, min_layers: int = 1, max_layers: int = 3) -> ModelC
 
 @st.composite
 def moe_fields(draw: st.DrawFn, num_layers: int) -> dict[str, Any]:
-    """Fields of a Qwen3-MoE with any number of experts, some of whose layers have none."""
+    """Configuration fields of a Qwen3-MoE with 1 to 6 experts, in which some layers may have
+    none."""
     num_experts = draw(st.integers(1, 6))
     return {
         "num_experts": num_experts,
@@ -77,10 +78,10 @@ def moe_fields(draw: st.DrawFn, num_layers: int) -> dict[str, Any]:
 
 @st.composite
 def window_fields(draw: st.DrawFn, architecture: str, num_layers: int) -> dict[str, Any]:
-    """Fields of sliding-window attention, for an architecture that has it: in all layers, in some,
-    or in none."""
+    """Configuration fields of sliding-window attention in all layers, some, or none, for an
+    architecture that supports it."""
     spec = architectures.ARCHITECTURES[architecture]
-    # Not 1: transformers' cache (5.23) keeps `keys[-(window - 1):]`, which then is all of them.
+    # Not 1: transformers' cache (5.23) keeps `keys[-(window - 1):]`, which for 1 is all of them.
     fields: dict[str, Any] = {"sliding_window": draw(st.sampled_from((3, 2, 7, 20, None)))}
     if spec.window_switch:
         fields["use_sliding_window"] = draw(st.booleans())
@@ -133,7 +134,8 @@ ROPES = (
 
 @attrs.frozen
 class Move:
-    """One step's work on one row: a number of prompt tokens, or (0) one decode token."""
+    """One step's work on one row: `prompt_tokens` tokens of the prompt, or one decode token if that
+    is 0."""
 
     row: int
     prompt_tokens: int
@@ -144,19 +146,19 @@ class Scenario:
     """A random model and a sequence of batches that its state can serve, one after another.
 
     Args:
-        config: of the model.
+        config: the model's configuration.
         prompts: token ids, one prompt per row.
         moves: for each step, its work on each of its rows; no row twice.
-        uniform: for each step, whether it is declared a uniform decode (only ever true for
-            all-decode steps).
-        page_size: of the state.
+        uniform: for each step, whether it is declared a uniform decode (only true for all-decode
+            steps).
+        page_size: the page size of the state.
         sampling: the parameters of each row's request.
-        seed: of the weights.
-        loras: for each step, the number of active LoRAs in its descriptor, at least as many as its
-            rows have; empty: exactly as many.
-        adapters: for each row, the slot of its adapter, -1 for none; empty: the model has no
+        seed: the seed of the weights.
+        loras: for each step, a number of active LoRAs for its descriptor, which is raised to the
+            number that its rows use. Empty: exactly that number.
+        adapters: for each row, the slot of its adapter, or -1 for none. Empty: the model has no
             adapters.
-        prompt_contents: for each row, the prompt's parts besides token ids; empty: the model has no
+        prompt_contents: for each row, the prompt's parts besides token ids. Empty: the model has no
             mRoPE.
     """
 
@@ -245,7 +247,8 @@ class Scenario:
         ]
 
     def params(self, num_stages: int, device: torch.device | str = "cpu") -> tuple[Any, ...]:
-        """The weights of each stage, of deviation 0.3, so that differences show."""
+        """The weights of each stage, with standard deviation 0.3 so that differences show."""
+        # Drawn on the CPU, so that they are the same on every device.
         (whole,) = self.layouts(1)
         params = random_params(
             self.config, whole, seed=self.seed, device="cpu", dtype=torch.float32, std=0.3
@@ -262,7 +265,8 @@ class Scenario:
     def state(
         self, num_stages: int, device: torch.device | str = "cpu", poison: float = 0.0
     ) -> tuple[State, ...]:
-        """A fresh state for each stage, with the prompts admitted; unwritten pages hold `poison`."""
+        """A fresh state for each stage, with the prompts admitted and `poison` in unwritten
+        pages."""
         decodes = sum(1 for step in self.moves for move in step if move.prompt_tokens == 0)
         pages = [-(-(len(p) + decodes) // self.page_size) for p in self.prompts]
         ends = [sum(pages[: i + 1]) for i in range(len(pages))]
@@ -305,9 +309,10 @@ def scenarios(
     sampled: bool = False,
     mrope: bool = False,
 ) -> Scenario:
-    """A model, 1 to 4 prompts, and up to `max_steps` steps of any mixture: chunks of prompts,
-    decodes, or both. With `loras`, numbers of active LoRAs vary; with `sampled`, no request is
-    greedy; with `mrope`, each prompt has positions, and some have an image."""
+    """A model, 1 to 4 prompts, and up to `max_steps` steps that mix chunks of prompts and decodes.
+
+    With `loras`, the numbers of active LoRAs vary. With `sampled`, no request is greedy. With
+    `mrope`, each prompt has positions, and some have an image."""
     config = draw(configs(min_layers, max_layers))
     config = with_mrope(config) if mrope else config
     token = st.integers(0, config.vocab_size - 1)

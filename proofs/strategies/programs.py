@@ -1,5 +1,5 @@
-"""Programs of pipelines: right ones for any jobs, ones with a named fault, and ones edited at
-random."""
+"""Programs of pipelines: right programs for any jobs, programs with a named fault, and programs
+edited at random."""
 
 from collections.abc import Callable
 from typing import Any, get_args
@@ -28,8 +28,8 @@ SCHEMAS = tuple(
 
 @attrs.frozen(repr=False)
 class Scheduled:
-    """All ranks' programs, the jobs that they were made from, and the results that a stage holds
-    (None: all)."""
+    """All ranks' programs, the jobs they were made from, and the number of results that a stage
+    holds (None: all)."""
 
     jobs: tuple[Job, ...]
     programs: tuple[Program, ...]
@@ -42,7 +42,7 @@ class Scheduled:
 
 @st.composite
 def job_lists(draw: st.DrawFn, max_jobs: int = 8, min_jobs: int = 0) -> tuple[Job, ...]:
-    """Any jobs: each may feed, and runs after any earlier one that feeds, or after none."""
+    """Any jobs. Each may feed, and runs after any earlier job that feeds, or after none."""
     jobs: list[Job] = []
     for _ in range(draw(st.integers(min_jobs, max_jobs))):
         feeding = [index for index, job in enumerate(jobs) if job.feeds]
@@ -182,8 +182,7 @@ def _other_stage(draw: st.DrawFn, effects: list[Effect], at: Place, case: Schedu
 
 
 def any_effects(num_ranks: int, num_microbatches: int) -> st.SearchStrategy[Effect]:
-    """Any effect, of each kind that there is, with ranks and micro-batches that exist, or one
-    beyond them.
+    """Any effect of any kind, whose ranks and micro-batches exist or are one beyond the last.
 
     >>> from hypothesis import find
     >>> print(find(any_effects(2, 2), lambda effect: isinstance(effect, AllGather)))
@@ -199,6 +198,7 @@ def any_effects(num_ranks: int, num_microbatches: int) -> st.SearchStrategy[Effe
     }
     ranks = st.lists(rank, min_size=1, max_size=num_ranks, unique=True).map(tuple)
 
+    # The fields come from the classes, so that new kinds of effects are drawn without an edit here.
     def of_kind(kind: type[Effect]) -> st.SearchStrategy[Effect]:
         names = [field.name for field in attrs.fields(kind)]
         drawn = {name: values[name] for name in names if name in values}
@@ -251,8 +251,8 @@ FAULTS: dict[str, tuple[Where, Edit]] = {
     "a micro-batch omitted on one rank": (_stages, _omit),
     "a collective, which no program performs": (_stages, _collective),
 }
-"""Named faults, and the positions where they can be planted. The strategy drops edits that are not
-faults there."""
+"""Named faults, and the positions where each can be planted. `broken_programs` drops edits that turn
+out to be harmless."""
 
 EDITS: tuple[Edit, ...] = (
     _drop,
@@ -305,7 +305,7 @@ def _mapped(case: Scheduled, change: Callable[[Effect], Effect]) -> Scheduled:
 
 
 def _renamed(draw: st.DrawFn, case: Scheduled) -> Scheduled:
-    """Micro-batches with other numbers, and another schema on all edges: mostly harmless changes."""
+    """Renumber the micro-batches and change the schema of all edges; this is mostly harmless."""
     names, schema = (
         draw(st.permutations(range(len(case.jobs)))),
         draw(st.sampled_from((None, *SCHEMAS))),
@@ -325,14 +325,15 @@ def _renamed(draw: st.DrawFn, case: Scheduled) -> Scheduled:
 
 
 def small_programs() -> st.SearchStrategy[Scheduled]:
-    """Programs small enough to try every order: few jobs, or two stages, one of which can run far
-    ahead."""
+    """Programs small enough to try every order: few jobs, or at most two stages with more jobs, so
+    that one can run far ahead."""
     return st.one_of(programs(2, 6, min_jobs=4), programs(3, 3))
 
 
 @attrs.frozen(repr=False)
 class Broken:
-    """Right programs, and wrong programs that differ from them by one fault, by its name."""
+    """Right programs, and wrong programs that differ from them by one fault, by the fault's
+    name."""
 
     right: Scheduled
     wrong: dict[str, Scheduled]
@@ -343,8 +344,10 @@ class Broken:
 
 @st.composite
 def broken_programs(draw: st.DrawFn) -> Broken:
-    """Right programs with one fault: each of `FAULTS`, if `weft.proofs.checks.programs_exhaustive`
-    calls the result wrong; another class on one rank; and another root on all ranks."""
+    """Right programs, and copies with one fault each: those of `FAULTS`, another class on one rank,
+    and another root on all ranks.
+
+    A copy is kept only if `weft.proofs.checks.programs_exhaustive` finds it wrong."""
     case = draw(small_programs())
     candidates = {
         "another class": _other_class(draw, case),

@@ -1,4 +1,5 @@
-"""Sharded functions that read a tensor which is no argument, and the surroundings of their calls."""
+"""Sharded functions that read a tensor which is not an argument, and the surroundings of their
+calls."""
 
 import contextlib
 import copy
@@ -23,7 +24,7 @@ from weft.transforms.shards.shard import Sharded, shard
 
 AXIS = "rows"
 Read = Callable[[], Tensor]
-# `(x, read) -> x`, where `read` returns the tensor that is closed over.
+# `(x, read) -> x`, where `read` returns the closed-over tensor.
 Step = Callable[[Tensor, Read], Tensor]
 
 
@@ -38,8 +39,9 @@ def _exact(x: Tensor, read: Read) -> Tensor:
 
 
 def _made_inside(x: Tensor, read: Read) -> Tensor:
-    """Adds what is made on the default device; on `meta`, which has no values, it adds a number."""
+    """Add ones made on the default device."""
     ones = torch.ones(len(x))
+    # A tensor on `meta` has no values, so there a number is added instead.
     return x + (2 if ones.is_meta else ones)
 
 
@@ -53,17 +55,17 @@ def _least_of_all(x: Tensor, read: Read) -> Tensor:
 
 
 def _around(x: Tensor, read: Read) -> Tensor:
-    """The parts go around and back."""
+    """Move the parts one rank around the ring and back."""
     moved = ppermute(x, AXIS, _ring(1)) * 2
     return ppermute(moved, AXIS, _ring(-1))
 
 
 class _Caller(threading.Thread):
-    """One of the threads that call at once.
+    """One of several threads that call at the same time.
 
     Args:
         target: the call.
-        meeting: of all of them.
+        meeting: the barrier of all these threads.
     """
 
     def __init__(self, target: Callable[[], None], meeting: threading.Barrier) -> None:
@@ -71,17 +73,18 @@ class _Caller(threading.Thread):
         self._meeting = meeting
 
     def meet(self) -> None:
-        """Wait until all are here; none waits long for one that has failed or has nothing to trace."""
+        """Wait until all threads are here, at most `_LONGEST_WAIT` seconds."""
+        # A thread that failed or has nothing to trace never comes.
         with contextlib.suppress(threading.BrokenBarrierError):
             self._meeting.wait(_LONGEST_WAIT)
 
 
-# Seconds.
+# In seconds.
 _LONGEST_WAIT = 0.5
 
 
 def _meeting(x: Tensor, read: Read) -> Tensor:
-    """The threads that call at once are all in the middle of their traces."""
+    """Hold each concurrent caller until all of them are in the middle of their traces."""
     caller = threading.current_thread()
     if isinstance(caller, _Caller):
         caller.meet()
@@ -93,7 +96,7 @@ def _ring(step: int) -> list[tuple[int, int]]:
     return [(place, (place + step) % count) for place in range(count)]
 
 
-# Steps that are the same on a rank and on the whole.
+# Steps that are the same on a rank's part and on the whole.
 STEPS: dict[str, Step] = {
     "tanh": lambda x, read: torch.tanh(x) * x,
     "detach": lambda x, read: x * x.detach(),
@@ -110,7 +113,7 @@ STEPS: dict[str, Step] = {
     "without autocast": _exact,
     "a loop": _loop,
 }
-# Steps on a rank, and on the whole.
+# Each step on a rank's part, and on the whole.
 COLLECTIVE_STEPS: dict[str, tuple[Step, Step]] = {
     "less the mean": (_mean_of_ranks, lambda x, read: x - x.mean()),
     "less the least": (_least_of_all, lambda x, read: x - x.amin()),
@@ -127,14 +130,14 @@ class _Object:
 
 
 class _Module(nn.Module):
-    """Holds a tensor as a parameter, or in place of one."""
+    """Holds a tensor as a parameter, or as an attribute after a write."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight: Any = nn.Parameter(weight)
 
 
-# Reads the tensor, and puts another one in its place.
+# A function that reads the tensor, and a function that replaces it.
 Holder = tuple[Read, Callable[[Tensor], None]]
 
 
@@ -166,13 +169,14 @@ def _in_a_module() -> Holder:
     module = _Module(torch.ones(()))
 
     def write(value: Tensor) -> None:
+        # `nn.Module` refuses to assign a plain tensor over a registered parameter.
         del module.weight
         module.weight = value
 
     return lambda: module.weight, write
 
 
-# Where the tensor is that the function closes over.
+# The places where the closed-over tensor may be held.
 HOLDERS: dict[str, Callable[[], Holder]] = {
     "a nonlocal": _in_a_nonlocal,
     "an entry of a dict": _in_a_dict,
@@ -190,7 +194,7 @@ def _inside(context: Callable[[], AbstractContextManager[Any]]) -> Callable[[Any
 
 
 def _read(x: Tensor) -> Tensor:
-    """A hook that reads what autograd saves."""
+    """A saved-tensor hook that reads the value on the host."""
     x.sum().item()
     return x
 
@@ -207,7 +211,7 @@ def _in_hooks(step: Any, x: Tensor) -> Tensor | None:
 
 
 def _in_threads(step: Any, x: Tensor) -> list[Tensor]:
-    """The results of calls that begin together."""
+    """The results of calls that begin at the same time."""
     results, errors = list[Tensor](), list[BaseException]()
     meeting = threading.Barrier(3)
 
@@ -240,7 +244,7 @@ def _lowered(step: Any, x: Tensor) -> Any:
     return step(x)
 
 
-# The surroundings of a call `step(x)`.
+# Ways to make the first call, `step(x)`, by the call's surroundings.
 FIRST_CALLS: dict[str, Callable[[Any, Tensor], Any]] = {
     "a plain call": lambda step, x: step(x),
     "in a graph": lambda step, x: graphify(step)(x),
@@ -269,7 +273,7 @@ def _backward(f: Callable[[Tensor, Tensor], Tensor], w: Tensor, x: Tensor) -> An
     return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
 
 
-# Calls of a function `(weight, x)`, and its derivatives.
+# Later calls: the function `(weight, x)` itself, or its derivatives.
 LATER_CALLS: dict[str, Callable[[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor], Any]] = {
     "a plain call": lambda f, w, x: f(w, x),
     "backward": _backward,
@@ -296,11 +300,11 @@ class SurroundedShard:
 
     Args:
         code: the steps, in order.
-        num_ranks: that share its rows.
-        holder: where the tensor is, of `HOLDERS`.
-        first: the surroundings of the first call, of `FIRST_CALLS`.
-        later: the later ones, of `LATER_CALLS`.
-        rows: the number of rows of a rank.
+        num_ranks: the number of ranks that share the rows.
+        holder: where the tensor is, a key of `HOLDERS`.
+        first: the first call, a key of `FIRST_CALLS`.
+        later: the later calls, keys of `LATER_CALLS`.
+        rows: the number of rows per rank.
     """
 
     code: tuple[str, ...]
@@ -311,7 +315,7 @@ class SurroundedShard:
     rows: int
 
     def function(self, read: Read, *, on_a_rank: bool) -> Callable[[Tensor], Tensor]:
-        """The function of a rank's rows, or of all."""
+        """The function of one rank's rows, or of all rows."""
         steps = [STEPS.get(name) or COLLECTIVE_STEPS[name][not on_a_rank] for name in self.code]
 
         def fn(x: Tensor) -> Tensor:
@@ -329,7 +333,7 @@ class SurroundedShard:
 
     @property
     def x(self) -> Tensor:
-        """The rows."""
+        """The argument: the rows of all ranks."""
         return torch.linspace(-1, 2, self.rows * self.num_ranks)
 
 
