@@ -251,8 +251,8 @@ FAULTS: dict[str, tuple[Where, Edit]] = {
     "a micro-batch omitted on one rank": (_stages, _omit),
     "a collective, which no program performs": (_stages, _collective),
 }
-"""Named faults, and the positions where each can be planted. `broken_programs` drops edits that turn
-out to be harmless."""
+"""Named faults, and the positions where each can be planted. `broken_programs` drops edits that
+turn out to be harmless."""
 
 EDITS: tuple[Edit, ...] = (
     _drop,

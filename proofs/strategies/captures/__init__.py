@@ -1,2 +1,2 @@
-"""Strategies for captured functions: random functions and programs on tensors, calls of them, and
-known hazards."""
+"""Strategies for captures: random functions and programs on tensors, calls of them, and known
+hazards."""

@@ -1,5 +1,5 @@
-"""Sequences of calls in which each differs from the one before in a single thing that a graph must
-notice."""
+"""Sequences of calls, each of which differs from the one before in a single property that a graph
+must notice."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ PLACES: dict[str, Callable[[Tensor], Tensor]] = {
     "as real": lambda z: torch.view_as_real(z).flatten(1),
     "one row": lambda z: z[:1],
 }
-"""Views of one storage: tensors captured by reference differ in more than their address."""
+"""Views of one storage, because tensors captured by reference differ in more than their address."""
 
 VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "float32": lambda x: x,
@@ -28,14 +28,14 @@ VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda x: x.t(),
     "meta": lambda x: x.to("meta"),
 }
-"""The inputs that are copied in."""
+"""The inputs that a graph copies into its buffers."""
 
 STATICS: tuple[bool | int | float, ...] = (1, 2, True, 1.0)
 
 
 @attrs.frozen
 class Call:
-    """A call of `called`: a parameter (from `worlds`), a view of it, an input, and a static value."""
+    """A call of `called`: a parameter of `worlds`, a view of it, an input, and a static value."""
 
     world: int
     place: str
@@ -45,7 +45,7 @@ class Call:
     def arguments(
         self, worlds: tuple[Tensor, ...], x: Tensor
     ) -> tuple[Tensor, Tensor, bool | int | float]:
-        """The arguments themselves."""
+        """The call's arguments."""
         return PLACES[self.place](worlds[self.world]), VALUES[self.value](x), self.static
 
 
@@ -66,7 +66,7 @@ def worlds(device: torch.device | str = "cpu") -> tuple[Tensor, ...]:
 
 @st.composite
 def call_sequences(draw: st.DrawFn) -> tuple[Call, ...]:
-    """Two to six calls; each differs from the one before in at most one thing."""
+    """Two to six calls, each of which differs from the one before in at most one argument."""
     kinds: dict[str, st.SearchStrategy[Any]] = {
         "world": st.integers(0, 1),
         "place": st.sampled_from(sorted(PLACES)),

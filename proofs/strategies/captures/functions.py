@@ -16,7 +16,7 @@ from weft.trees import axes, descriptor_field, pytree
 @pytree
 @attrs.frozen(eq=False)
 class Rows:
-    """A batch as in research code: a tensor with a padded first dimension. Its descriptor is a
+    """A batch as in research code: a tensor with a padded first dimension, described by a
     `BatchDescriptor`."""
 
     descriptor: BatchDescriptor = attrs.field(metadata=descriptor_field())
@@ -25,15 +25,15 @@ class Rows:
 
 @attrs.frozen(eq=False)
 class Function:
-    """A random pure function `(params, state, batch) -> (state, out)` on tensors [rows, width], and
-    inputs for it.
+    """A random pure function `(params, state, batch) -> (state, out)` on tensors [rows, width],
+    with inputs for it.
 
     Args:
         code: the names of the operations, in order; `repr` shows them.
         fn: the function.
         params: [width, width].
         state: a tree of tensors that each call replaces.
-        inputs: the batches, of different numbers of rows.
+        inputs: the batch of each call; their numbers of rows may differ.
     """
 
     code: tuple[str, ...]
@@ -45,7 +45,7 @@ class Function:
     def counted(
         self, params: Tensor, state: dict[str, Tensor], batch: Rows
     ) -> tuple[dict[str, Tensor], Rows]:
-        """The function as a step on batches that may be padded; its state counts its calls."""
+        """The function as a step on batches that may be padded, whose state counts the calls."""
         _, y = self.fn(params, clone(state), batch.x)
         return {**state, "n": state["n"] + 1}, attrs.evolve(batch, x=y)
 
@@ -76,8 +76,8 @@ UPDATES: dict[str, Callable[[dict[str, Tensor], Tensor], dict[str, Tensor]]] = {
 
 @st.composite
 def pure_functions(draw: st.DrawFn) -> Function:
-    """A random chain of operations, a random way to make the next state, and 1 to 5 calls of 1 to 6
-    rows.
+    """A random chain of operations, a random way to make the next state, and 1 to 5 inputs of 1 to
+    6 rows.
 
     >>> from hypothesis import find
     >>> function = find(pure_functions(), lambda f: "state: in place" in f.code)
@@ -113,7 +113,7 @@ def pure_functions(draw: st.DrawFn) -> Function:
 
 @attrs.frozen(eq=False)
 class Mapping:
-    """A random pure function `(params, x) -> y` that can be differentiated and mapped, and inputs
+    """A random pure function `(params, x) -> y` that can be differentiated and mapped, with inputs
     of one shape for it.
 
     Args:
@@ -131,8 +131,8 @@ class Mapping:
 
 @st.composite
 def mappings(draw: st.DrawFn, device: str = "cpu") -> Mapping:
-    """A random chain of operations, one of which may read a tensor from its closure, and 1 to 3
-    calls."""
+    """A random chain of operations, which may read a tensor from their closure, and 1 to 3
+    inputs."""
     names = draw(st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=4))
     rows = draw(st.integers(1, 3))
     width = draw(st.sampled_from((2, 4)))
@@ -155,8 +155,8 @@ def mappings(draw: st.DrawFn, device: str = "cpu") -> Mapping:
 
 @st.composite
 def stage_lists(draw: st.DrawFn, max_stages: int = 4) -> list[Function]:
-    """Random pure functions of one width that fit together as stages; `pipeline_stage` makes a
-    stage of each."""
+    """Random stages of one width that fit together; the `fn` of each is a stage `(params, state,
+    batch, x) -> (state, y)`."""
     width_seed = draw(st.integers(0, 999))
     count = draw(st.integers(1, max_stages))
     generator = torch.Generator().manual_seed(width_seed)
@@ -177,8 +177,7 @@ def stage_lists(draw: st.DrawFn, max_stages: int = 4) -> list[Function]:
 
 
 def _chain(names: tuple[str, ...]) -> Callable[..., Any]:
-    """A stage that applies the operations to each row, and counts the rows that it saw in its
-    state."""
+    """A stage that applies the operations to each row, and counts rows in its state."""
 
     def stage(
         params: Tensor, state: dict[str, Tensor], batch: Tensor, x: Tensor | None

@@ -37,10 +37,10 @@ def before(call):
 
 @attrs.frozen
 class Hazard:
-    """A drawn hazard.
+    """One hazard of a capture.
 
     Args:
-        kind: one of `HAZARDS`.
+        kind: a key of `HAZARDS`.
         program: the code, with parameters filled in.
         refused: whether weft may refuse it.
     """
@@ -78,5 +78,5 @@ def hazards(draw: st.DrawFn, device: str = "cpu") -> Hazard:
     }
     code = _HEAD.format(device=device).lstrip() + Template(kind.code).substitute(values)
     options: dict[str, Any] = {"calls": draw(st.integers(2, 4)), **kind.options}
-    # A CUDA graph cannot hold all that a tape can.
+    # A CUDA graph cannot hold everything that a tape can, so it may refuse any hazard.
     return Hazard(name, TensorProgram(code, **options), kind.refused or device != "cpu")

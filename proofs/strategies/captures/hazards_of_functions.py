@@ -1,5 +1,5 @@
-"""The kinds of hazards in what a function does: its reads, its errors, what it keeps, and what it
-reads outside."""
+"""The kinds of hazards in what a function does: its host reads, its errors, and what it keeps or
+reads outside of itself."""
 
 from weft.proofs.strategies.captures.hazards_of_calls import Kind
 

@@ -1,1 +1,1 @@
-"""Nests of transforms around drawn functions, called on drawn occasions: what law L25 draws."""
+"""Nests of transforms around random functions, with the occasions of their calls, for law L25."""

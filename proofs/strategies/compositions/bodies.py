@@ -1,5 +1,5 @@
-"""The functions inside a composition: chains of operations, each with a habit that a transform
-could get wrong."""
+"""The functions inside a composition: chains of operations, each of which does something that a
+transform could get wrong."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from torch.nn import functional
 from weft.trees import tree_map
 
 Function = Callable[[Tensor], Tensor]
-"""A function of a tensor [rows, 2] to another of the same shape and dtype."""
+"""A function from a tensor [rows, 2] to a tensor of the same shape and dtype."""
 
 COLUMNS = 2
 
@@ -25,8 +25,8 @@ class World:
     Args:
         weight: [2], which `change` writes to in place.
         matrix: [2, 2].
-        scale: a Python number, which `change` binds anew.
-        memory: what operations keep from one call to the next.
+        scale: a Python number, which `change` rebinds.
+        memory: the tensors that operations keep from one call to the next.
     """
 
     weight: Tensor
@@ -35,8 +35,8 @@ class World:
     memory: dict[str, Tensor] = attrs.field(factory=dict)
 
 
-# Where a layer puts the code inside it: into a captured graph, on one rank, into a loop's body,
-# into a transform of torch.func, before a backward pass, into compiled code, or under autocast.
+# Where a layer runs the code inside it: in a captured graph, on one rank, in a loop's body, in a
+# transform of torch.func, before a backward pass, in compiled code, or under autocast.
 Kind = Literal["graph", "shard", "loop", "func", "autograd", "compile", "autocast"]
 
 
@@ -45,7 +45,7 @@ class Operation:
     """One operation of a body.
 
     Args:
-        run: `(x, world)` to the next x.
+        run: `(x, world) -> x`.
         refused_in: the kinds of layers that may refuse it.
     """
 
@@ -54,11 +54,11 @@ class Operation:
 
 
 class _Tagged(Tensor):
-    """A subclass of Tensor without behaviour of its own; torch hands it through every operator."""
+    """A subclass of Tensor that adds no behaviour; torch propagates it through every operator."""
 
 
 class _Doubling(torch.autograd.Function):
-    """`2 * x`, by a custom derivative that torch.func can vectorize."""
+    """`2 * x` with a custom derivative that torch.func can vectorize."""
 
     generate_vmap_rule = True
 
@@ -81,7 +81,8 @@ class _Doubling(torch.autograd.Function):
 
 @library.custom_op("weft_proofs::halve", mutates_args=())
 def halve(x: Tensor) -> Tensor:
-    """`x / 2` as a custom operator, with a fake, a derivative and a rule for vmap."""
+    """`x / 2` as a custom operator, with a fake implementation, a derivative and a rule for
+    vmap."""
     return x / 2
 
 
@@ -181,16 +182,16 @@ OPERATIONS: dict[str, Operation] = {
     "a subclass": Operation(_uses_a_subclass, frozenset({"shard"})),
     "a tree": Operation(_maps_a_tree),
 }
-"""What a body does to its argument, by name."""
+"""What a body may do to its argument, by name."""
 
 
 @attrs.frozen
 class Body:
-    """A drawn function: operations in order. `build` makes it, each time over a world of its own.
+    """A random function: a chain of operations. `build` makes it over a given world.
 
     Args:
-        operations: keys of `OPERATIONS`.
-        seed: of the values that it closes over.
+        operations: keys of `OPERATIONS`, in order.
+        seed: the seed of the closed-over values.
         weight_requires_grad: whether autograd records operations on the weight.
     """
 
@@ -213,11 +214,12 @@ class Body:
         return World(weight.requires_grad_(self.weight_requires_grad), matrix)
 
     def build(self, world: World) -> "Built":
-        """The function over a world, and how its surroundings change."""
+        """The function over a world, and the change to what it closes over."""
         weight = world.weight
         scale = world.scale
         operations = [OPERATIONS[name].run for name in self.operations]
 
+        # The weight and the scale are closure variables, so that graphs must notice their changes.
         def function(x: Tensor) -> Tensor:
             local_world = World(weight, world.matrix, scale, world.memory)
             for operation in operations:
@@ -239,7 +241,7 @@ class Built:
 
     Args:
         function: the function.
-        change: writes to the weight in place, and binds the scale anew.
+        change: writes the weight in place and rebinds the scale.
         world: what it closes over.
     """
 

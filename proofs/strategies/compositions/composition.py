@@ -1,5 +1,5 @@
-"""`compositions()`: a nest of transforms around a drawn function, and the occasions on which it is
-called."""
+"""`compositions()`: a nest of transforms around a random function, and the occasions of its
+calls."""
 
 import attrs
 import torch
@@ -17,11 +17,13 @@ from weft.proofs.strategies.compositions.bodies import (
 from weft.proofs.strategies.compositions.layers import LAYERS, Layer
 from weft.proofs.strategies.compositions.occasions import OCCASIONS, Subject
 
-# The rows of an argument: three layers may halve them, and the innermost exchange quarters.
+# The rows of an argument. Three layers may each halve them, and an innermost `all_to_all` halves
+# once more.
 ROWS = 16
 MAX_DEPTH = 3
 
-# These kinds of layers are drawn so many times as often as others: they keep state between calls.
+# How many times as often these kinds of layers are drawn as others, because they keep state between
+# calls.
 _WEIGHTS: dict[Kind | None, int] = {"graph": 5, "shard": 2, "loop": 2}
 _QUICK = tuple(
     name
@@ -31,7 +33,7 @@ _QUICK = tuple(
 )
 _SLOW = tuple(name for name, layer in LAYERS.items() if layer.slow)
 _SELDOM = 40
-# A plain call is drawn so many times as often as another occasion: only a second call replays.
+# How many times as often a plain call is drawn as another occasion: only a second call replays.
 _PLAIN_CALLS = 6
 _OCCASIONS = (*(["a call"] * (_PLAIN_CALLS - 1)), *OCCASIONS)
 
@@ -42,9 +44,9 @@ class Composition:
 
     Args:
         body: the function inside.
-        layers: keys of `LAYERS`, the outermost first.
+        layers: keys of `LAYERS`, outermost first.
         occasions: keys of `OCCASIONS`, in the order of the calls.
-        seed: of the arguments.
+        seed: the seed of the arguments.
     """
 
     body: Body
@@ -58,22 +60,22 @@ class Composition:
 
     @property
     def table(self) -> tuple[Layer, ...]:
-        """The layers, the outermost first."""
+        """The layers, outermost first."""
         return tuple(LAYERS[name] for name in self.layers)
 
     @property
     def keeps_draws(self) -> bool:
-        """Whether random numbers are those of the plain function."""
+        """Whether the same random numbers are drawn as in the plain function."""
         return all(layer.keeps_draws for layer in self.table)
 
     @property
     def tolerance(self) -> float:
-        """Of the results."""
+        """The tolerance of the results: the largest of any layer."""
         return max((layer.tolerance for layer in self.table), default=0.0)
 
     def may_be_refused(self, occasion: str) -> bool:
-        """Whether weft may refuse a call: an operation or a layer is inside a layer that does not
-        promise it."""
+        """Whether weft may refuse a call, because an operation or a layer is inside a layer that
+        does not promise to support it."""
         around = OCCASIONS[occasion].kind
         if around is None:
             kinds: set[Kind] = set()
@@ -91,17 +93,20 @@ class Composition:
             and "loop" in kinds
             and "a custom operator" in self.body.operations
         ):
-            return True  # a graph is cut at this operator, and cannot be cut inside a loop
+            return True  # `piecewise` splits at this operator, but not inside a loop
         return any(OPERATIONS[name].refused_in & kinds for name in self.body.operations)
 
     def is_defined(self, occasion: str) -> bool:
         """Whether the meaning of a call is defined.
 
-        It is not where a function keeps a tensor inside a transform of torch.func, which outlives
-        the transform, or in a loop that may have no step, whose body is recorded all the same;
-        where threads call at once what has one state for all, which forward-mode derivatives and
-        borrowed results are; and where torch itself fails: on a view in inference mode, or compiled
-        code, of a tensor that torch.func differentiates.
+        It is not defined in three cases:
+
+        - A function keeps a tensor inside a transform of torch.func, which the tensor outlives, or
+          in a loop that may have no step, whose body is recorded all the same.
+        - Several threads at once call something with one state for all of them: forward-mode
+          derivatives, or borrowed results.
+        - Torch itself fails: a view in inference mode, or compiled code, of a tensor that
+          torch.func differentiates.
         """
         is_transformed = any(layer.kind == "func" for layer in self.table)
         is_followed = is_transformed or OCCASIONS[occasion].kind == "func"
@@ -119,19 +124,19 @@ class Composition:
         return torch.randn(ROWS, COLUMNS, generator=generator).to(device)
 
     def weft(self, function: Function) -> Function:
-        """The layers as a user writes them."""
+        """Apply the layers as a user writes them."""
         for layer in reversed(self.table):
             function = layer.apply(function)
         return function
 
     def meaning(self, function: Function) -> Function:
-        """The layers by their definitions in plain torch."""
+        """Apply the layers' definitions in plain torch."""
         for layer in reversed(self.table):
             function = layer.meaning(function)
         return function
 
     def torch_alone(self, function: Function) -> Function:
-        """The layers by torch's transforms where there are such, and else by their definitions."""
+        """Apply torch's own transforms where a layer has one, and definitions elsewhere."""
         for layer in reversed(self.table):
             function = (layer.torch_alone or layer.meaning)(function)
         return function
@@ -141,11 +146,11 @@ class Composition:
         return Subject.make(self.body, self.weft, device, is_meaning=False)
 
     def subject_of_meaning(self, device: str) -> Subject:
-        """The composition by its definition."""
+        """The composition by its definition in plain torch."""
         return Subject.make(self.body, self.meaning, device, is_meaning=True)
 
     def subject_of_torch(self, device: str) -> Subject:
-        """The composition by torch's transforms."""
+        """The composition by torch's own transforms."""
         return Subject.make(self.body, self.torch_alone, device, is_meaning=True)
 
 
@@ -153,10 +158,10 @@ class Composition:
 def compositions(
     draw: st.DrawFn, body: st.SearchStrategy[Body] | None = None, max_depth: int = MAX_DEPTH
 ) -> Composition:
-    """One to `max_depth` transforms around a drawn function, called one to three times.
+    """One to `max_depth` transforms around a random function, called one to three times.
 
     Args:
-        body: the functions; None: `bodies()`.
+        body: draws the function. None: `bodies()`.
         max_depth: at most 3.
 
     >>> from hypothesis import find

@@ -1,4 +1,5 @@
-"""The transforms of a composition: each as a user writes it, and by its definition in plain torch."""
+"""The transforms of a composition, each as a user writes it and by its definition in plain
+torch."""
 
 import copy
 import functools
@@ -49,18 +50,18 @@ class Layer:
     """One transform of a composition, `function -> function`.
 
     Args:
-        apply: as a user writes it.
+        apply: the transform as a user writes it.
         meaning: its definition in plain torch, by brute force.
-        torch_alone: the same by torch's transforms; None: `meaning`. Where this raises, torch
-            itself cannot do it.
-        uses: the public names of weft that it draws.
-        divides: whether the function inside sees half of the rows.
+        torch_alone: its definition by torch's own transforms. None: `meaning`. Where this raises,
+            torch itself does not support it.
+        uses: the public names of weft that it uses.
+        divides: whether the function inside sees only half of the rows.
         keeps_draws: whether random numbers are drawn in the order of the plain function.
-        tolerance: of its result, where it computes in another precision.
+        tolerance: the tolerance of its result, larger where it computes in another precision.
         slow: whether it takes so long that it is drawn seldom.
-        lends: whether its result is valid only until its next call, by whichever thread.
-        kind: what it is to the code inside it; None: it calls that as it is.
-        refused_in: sets of kinds; where all kinds of one of them are around it, it may be refused.
+        lends: whether its result is valid only until its next call, from any thread.
+        kind: what it is to the code inside it. None: it calls that code as it is.
+        refused_in: sets of kinds. Weft may refuse it inside layers that have all kinds of one set.
     """
 
     apply: Wrap
@@ -77,7 +78,7 @@ class Layer:
 
 
 def _by_halves(function: Function) -> Function:
-    """The function of each half of the rows, joined."""
+    """Call the function on each half of the rows, and join the results."""
 
     def halves(x: Tensor) -> Tensor:
         middle = x.shape[0] // 2
@@ -127,7 +128,7 @@ def _twice_halved(function: Function) -> Function:
     return lambda x: function(x / 2 * 2)
 
 
-# Shards: what each rank computes, and the same without ranks.
+# Shards: what each rank computes, and the same function without ranks.
 
 
 def _sharded(local: Callable[[Function, Tensor], Tensor], part: Any, whole: Any) -> Wrap:
@@ -164,7 +165,8 @@ def _first_added_to_second(function: Function) -> Function:
 
 
 def _quarters_exchanged(function: Function) -> Function:
-    """Each rank keeps the first half of its result and swaps the second: all_to_all on two ranks."""
+    """`all_to_all` on two ranks, without ranks: rank 0 gets the first half of each result, rank 1
+    the second."""
 
     def whole(x: Tensor) -> Tensor:
         first, second = _halves_of(function, x)
@@ -268,7 +270,7 @@ def _counting_loop(max_steps: int | None) -> Wrap:
 
 
 def _indexing_loop(function: Function) -> Function:
-    """The body reads a table by the loop's counter."""
+    """A loop whose body indexes a table by the loop's counter."""
 
     def loop(x: Tensor) -> Tensor:
         table = torch.tensor([1.0, 2.0, 4.0], device=x.device)
@@ -293,7 +295,7 @@ def _indexed(function: Function) -> Function:
 
 
 def _loop_by_data(function: Function) -> Function:
-    """As many steps as the argument says: none or three."""
+    """A loop of no step or three, depending on the argument."""
 
     def loop(x: Tensor) -> Tensor:
         length = torch.where(x.detach().sum() > 0, 3, 0)
@@ -320,8 +322,10 @@ def _repeated_by_data(function: Function) -> Function:
 
 
 def _tried_and_repeated_by_data(function: Function) -> Function:
-    """The same, of a function that torch can run: one that records a loop runs its body though
-    there is no step."""
+    """`_repeated_by_data`, after one call of the function to see whether torch can run it.
+
+    Recording a loop runs its body even if the loop has no step, so an error there is an error of
+    torch's."""
 
     def repeat(x: Tensor) -> Tensor:
         function(x.clone())
@@ -331,7 +335,7 @@ def _tried_and_repeated_by_data(function: Function) -> Function:
 
 
 def _swapping_loop(function: Function) -> Function:
-    """Each step's first tensor is the second of the step before."""
+    """A loop whose two tensors swap slots at each step."""
 
     def loop(x: Tensor) -> Tensor:
         start = torch.zeros((), dtype=torch.int64, device=x.device)
@@ -427,6 +431,7 @@ def _checkpointed(function: Function) -> Function:
 def _in_a_thread(function: Function) -> Function:
     def threaded(x: Tensor) -> Tensor:
         outcome: list[Any] = []
+        # Grad mode is local to a thread.
         grad = torch.is_grad_enabled()
 
         def run() -> None:
@@ -457,7 +462,7 @@ def _compiled(function: Function) -> Function:
     return lambda x: compiled()(x)
 
 
-# Around a loop, whose steps may not change a dtype.
+# Autocast around a loop may be refused: it changes dtypes, which a loop's steps may not.
 _CHANGES_DTYPE: frozenset[Kind] = frozenset({"autocast"})
 _HOOKS = torch.autograd.graph.saved_tensors_hooks
 
@@ -484,7 +489,7 @@ LAYERS: dict[str, Layer] = {
         uses=("piecewise",),
         kind="graph",
         keeps_draws=True,
-        # A graph cannot be cut inside a loop, and custom operators have no derivative in a trace.
+        # A graph cannot be split inside a loop, and custom operators have no derivative in a trace.
         refused_in=(frozenset({"loop", "graph"}), frozenset({"shard"})),
     ),
     "shard by rows": Layer(
@@ -546,9 +551,8 @@ LAYERS: dict[str, Layer] = {
     "pipeline, advancing": Layer(_piped(1, advances=True), _repeated(2), uses=("pipeline", "lift")),
     "pipeline of borrowing graphs": Layer(
         _piped(2, lent=True),
-        lambda f: _by_halves(
-            _repeated(2)(lambda x: f(x).clone())
-        ),  # what a stage lends is copied for the next
+        # A stage's borrowed result is copied for the next stage.
+        lambda f: _by_halves(_repeated(2)(lambda x: f(x).clone())),
         uses=("pipeline", "graphify"),
         lends=True,
         kind="graph",
@@ -559,8 +563,8 @@ LAYERS: dict[str, Layer] = {
         _repeated(2),
         uses=("pipeline",),
         slow=True,
-        # In a step of a loop that is watched for writes, as in a capture, another thread is not
-        # seen.
+        # Captures, and steps of a loop that are watched for writes, do not see another thread's
+        # operators.
         refused_in=(
             frozenset({"graph"}),
             frozenset({"func"}),
@@ -574,7 +578,7 @@ LAYERS: dict[str, Layer] = {
         _repeated(_STEPS),
         uses=("while_loop",),
         kind="loop",
-        # Without a bound, nothing repeats in the first three.
+        # The first three cannot repeat a loop that has no bound.
         refused_in=(
             frozenset({"graph", "func"}),
             frozenset({"graph", "autograd"}),
@@ -594,7 +598,7 @@ LAYERS: dict[str, Layer] = {
         _indexed,
         uses=("while_loop",),
         kind="loop",
-        refused_in=(frozenset({"shard"}), _CHANGES_DTYPE),  # an index is read on the host there
+        refused_in=(frozenset({"shard"}), _CHANGES_DTYPE),  # a shard reads the index on the host
     ),
     "while_loop, as long as data say": Layer(
         _loop_by_data,
@@ -637,7 +641,7 @@ LAYERS: dict[str, Layer] = {
         _inside(lambda x: torch.inference_mode()),
         _inside(lambda x: torch.inference_mode()),
         keeps_draws=True,
-        refused_in=(frozenset({"shard"}),),  # as no_grad: a trace would follow the gradient
+        refused_in=(frozenset({"shard"}),),  # as for no_grad: a trace would follow the gradient
     ),
     "no_grad": Layer(
         _inside(lambda x: torch.no_grad()),
@@ -654,11 +658,12 @@ LAYERS: dict[str, Layer] = {
     "deepcopy": Layer(lambda f: copy.deepcopy(f), keeps_draws=True),
     "a thread": Layer(
         _in_a_thread,
-        _in_a_thread,  # in a capture too, another thread draws from torch's default generator
+        _in_a_thread,  # even in a capture, another thread draws from torch's default generator
+        # Traces and captures do not record another thread's operators.
         refused_in=(
             frozenset({"shard"}),
             frozenset({"graph"}),
-        ),  # another thread's operators are in no trace
+        ),
     ),
     "torch.compile": Layer(
         _compiled,

@@ -12,16 +12,16 @@ from weft.proofs.strategies.compositions.bodies import Body, Built, Function, Ki
 from weft.torchapi.frames import clear_frames
 from weft.transforms.graphs.graphify import graphify
 
-# All layers of a composition: from the body's function to the whole.
+# All layers of a composition, as one function from the body's function to the whole.
 Nest = Callable[[Function], Function]
 
 
 @attrs.frozen(eq=False)
 class Subject:
-    """One of two equal copies of a composition: weft's, or its meaning.
+    """One of two copies of a composition: weft's, or its meaning.
 
     Args:
-        body: the drawn function.
+        body: the random function.
         nest: the layers around it.
         built: the body over its world.
         whole: the layers around the built body, made once for all calls.
@@ -36,7 +36,7 @@ class Subject:
 
     @classmethod
     def make(cls, body: Body, nest: Nest, device: str, *, is_meaning: bool) -> "Subject":
-        """A new copy, over a world of its own."""
+        """A new copy, over a new world."""
         built = body.build(body.world(device))
         return cls(body, nest, built, nest(built.function), is_meaning)
 
@@ -113,6 +113,7 @@ def _in_threads_at_once(subject: Subject, x: Tensor) -> Any:
 
 def _after_an_error(subject: Subject, x: Tensor) -> Any:
     before = subject.whole(x.clone())
+    # No body accepts an argument of this shape.
     try:
         subject.whole(torch.ones(3, 5, 7, device=x.device))
     except Exception as error:
@@ -150,8 +151,8 @@ class Occasion:
     """How a composition is called.
 
     Args:
-        run: `(subject, x)` to what is compared.
-        kind: what is around the composition; None: nothing.
+        run: `(subject, x) -> result`, where the result is compared.
+        kind: the kind of layer around the composition. None: none.
         keeps_draws: whether random numbers are drawn in the order of the plain function.
     """
 
@@ -160,7 +161,7 @@ class Occasion:
     keeps_draws: bool = True
 
 
-# How a composition is called, by name.
+# The ways to call a composition, by name.
 OCCASIONS: dict[str, Occasion] = {
     "a call": Occasion(_called),
     "a call in a capture": Occasion(_in_a_capture, kind="graph"),
