@@ -1,5 +1,4 @@
-"""Functions that keep a value of their first call for later ones: what purity excludes, and what
-later calls do not show."""
+"""Impure functions that keep a value from their first call for later calls, which do not show it."""
 
 import functools
 from collections.abc import Callable
@@ -10,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-# What a kept value is looked up by.
+# The key by which a kept value is looked up.
 KEYS: dict[str, Callable[[Tensor], Any]] = {
     "nothing": lambda x: None,
     "the shape": lambda x: x.shape,
@@ -18,7 +17,7 @@ KEYS: dict[str, Callable[[Tensor], Any]] = {
     "the number of dimensions": lambda x: x.dim(),
 }
 
-# What is kept of a call.
+# The value that a call keeps.
 KEPT: dict[str, Callable[[Tensor], Any]] = {
     "a tensor": lambda x: x.mean(),
     "the argument": lambda x: x.clone(),
@@ -27,7 +26,7 @@ KEPT: dict[str, Callable[[Tensor], Any]] = {
     "a choice": lambda x: 1.0 if x.flatten()[0] > 0 else -1.0,
 }
 
-# A cache: the value for a key, made by a function where there is none.
+# A cache: `(key, make) -> value`, which calls `make` if there is no value for the key.
 Look = Callable[[Any, Callable[[], Any]], Any]
 
 
@@ -102,15 +101,15 @@ PLACES: dict[str, Callable[[], Look]] = {
     "functools.cache": _in_functools,
     "a module": _in_a_module,
 }
-"""Where a value is kept."""
+"""The places where a value is kept."""
 
 
 @attrs.frozen(eq=False)
 class Caching:
-    """A function of one tensor that keeps a value of a call.
+    """A function of one tensor that keeps a value from a call.
 
     Args:
-        key, kept, place: what was drawn, of `KEYS`, `KEPT` and `PLACES`.
+        key, kept, place: keys of `KEYS`, `KEPT` and `PLACES`.
         fn: the function.
     """
 
@@ -121,7 +120,7 @@ class Caching:
 
 
 def caching(key: str, kept: str, place: str) -> Caching:
-    """A function that keeps this by this key in this place, and has not been called."""
+    """A new function that keeps the value `kept` under `key` in `place`."""
     look = PLACES[place]()
 
     def centred(x: Tensor) -> Tensor:
@@ -132,7 +131,7 @@ def caching(key: str, kept: str, place: str) -> Caching:
 
 
 def cachings() -> st.SearchStrategy[Caching]:
-    """A function that keeps a value of its first call.
+    """Functions that keep a value from their first call.
 
     >>> from hypothesis import find
     >>> find(cachings(), lambda caching: caching.kept == "a number")

@@ -1,4 +1,4 @@
-"""Shape classes: descriptors, limits and ladders, and batches of these classes."""
+"""Shape classes: descriptors, limits and ladders, and batches of them."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from weft.transforms.graphs.ladder import Limits, lora_rungs
 
 @st.composite
 def descriptors(draw: st.DrawFn, max_reqs: int = 12, max_query_len: int = 4) -> BatchDescriptor:
-    """Any valid descriptor, uniform or ragged, often both with the same shape.
+    """Any valid descriptor, uniform or ragged.
 
     >>> from hypothesis import find
     >>> print(find(descriptors(), lambda d: d.num_tokens > 2))
@@ -26,7 +26,8 @@ def descriptors(draw: st.DrawFn, max_reqs: int = 12, max_query_len: int = 4) -> 
 
 
 def limits() -> st.SearchStrategy[Limits]:
-    """Limits of batches: few requests and tokens, one or two query lengths, and numbers of LoRAs."""
+    """Limits of batches with few requests and tokens, one or two query lengths, and some numbers of
+    LoRAs."""
     query_lens = st.lists(st.integers(1, 4), min_size=1, max_size=2, unique=True).map(tuple)
     loras = st.builds(lora_rungs, st.integers(0, 3), specialised=st.booleans())
     return st.builds(Limits, st.integers(1, 12), st.integers(1, 40), query_lens, loras)
@@ -39,7 +40,7 @@ def batches(
     """A batch of requests in some of the first `max_reqs` rows of a state: a uniform decode, or any
     mixture of prompts, chunks of prompts and single decode tokens.
 
-    A step that reads a state must find these rows in it, and for a decode, rows whose prefill is
+    A step can run it only on a state that has these rows, and a decode only if their prefill is
     done. For batches in an order that a state can serve, draw `scenarios()`.
 
     >>> from hypothesis import find
@@ -55,8 +56,8 @@ def batches(
 
 
 def _largest_first(classes: Iterable[BatchDescriptor]) -> tuple[BatchDescriptor, ...]:
-    # By every field: the order of a set differs from process to process before Python 3.12, by the
-    # hash of None.
+    # Sort by every field: before Python 3.12 the hash of None, and with it the order of a set,
+    # differs from process to process.
     def key(d: BatchDescriptor) -> tuple[int, ...]:
         return -d.num_tokens, -d.num_reqs, -d.num_active_loras, d.query_len or 0
 
@@ -66,10 +67,11 @@ def _largest_first(classes: Iterable[BatchDescriptor]) -> tuple[BatchDescriptor,
 def ladders(
     batches: Sequence[Batch] | None = None, covered: bool = True
 ) -> st.SearchStrategy[tuple[BatchDescriptor, ...]]:
-    """Ladders for these batches: for each batch, its own class or a larger one. For a ragged batch
-    of one token per request, the ladder often has the uniform class of its shape too, so that the
-    two can be confused. Unless `covered`, some batches may find no class. Without batches: up to
-    four classes.
+    """Ladders for these batches, with the class of each batch or a larger one.
+
+    For a ragged batch of one token per request, the ladder often has the uniform class of the same
+    shape too, so that dispatch could confuse the two. Unless `covered`, some batches may have no
+    class. Without batches, a ladder has up to four classes.
 
     >>> from hypothesis import find
     >>> find(ladders([Batch.decode([0])]), lambda ladder: True)
@@ -79,7 +81,7 @@ def ladders(
         return st.lists(descriptors(), max_size=4).map(_largest_first)
 
     def larger(descriptor: BatchDescriptor, reqs: int, tokens: int) -> BatchDescriptor:
-        # Kept, so that some classes of the ladder have other numbers
+        # Each class keeps its batch's number of LoRAs, so that the numbers in a ladder differ.
         loras = descriptor.num_active_loras
         if descriptor.query_len is not None:
             return BatchDescriptor.uniform(descriptor.num_reqs + reqs, descriptor.query_len, loras)

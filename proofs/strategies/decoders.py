@@ -1,6 +1,6 @@
-"""Tokenizers with drawn decoders, and tokens for them: `decodings()`.
+"""Tokenizers with random decoders, and tokens for them: `decodings()`.
 
-Only the decoder and the texts of the tokens are drawn: nothing encodes with such a tokenizer.
+These tokenizers only decode; nothing encodes with them.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ import attrs
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-# Characters of one to four bytes, those that decoders remove or add among them.
+# Characters of one to four bytes in UTF-8, including those that decoders remove or add.
 CHARACTERS = "abé☂👍 ▁\n"
 WORDS = (
     *(
@@ -50,7 +50,8 @@ WORDS = (
 
 
 def _vocabulary() -> dict[str, int]:
-    """Texts that mean something to a decoder, and bytes in the two ways in which tokens spell them."""
+    """Texts that have a meaning for some decoder, and bytes in the two spellings of tokens: `<0xE2>`
+    and the byte-level alphabet."""
     raw = sorted({*CHARACTERS.encode(), 0x80, 0xC3, 0xE2, 0xED, 0xFF})
     byte_level = Tokenizer(models.BPE())
     byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -70,13 +71,13 @@ _PATTERNS = st.sampled_from(["▁", "a", "aa", "aba", "ab", "</w>", " ", "  ", "
 _CONTENTS = st.sampled_from(["", " ", "a", "ab", "▁", "xyz"])
 _REGEXES = st.sampled_from(["a+", "^a", "a$", " (?=a)"]).map(Regex)
 _REPLACES = st.builds(decoders.Replace, _PATTERNS | _PATTERNS | _REGEXES, _CONTENTS)
-# A strip of both sides panics where they meet.
+# `Strip` never strips both sides here: `tokenizers` panics where the two stripped parts meet.
 _STRIPS = st.sampled_from([(1, 0), (3, 0), (0, 1), (0, 0)]).flatmap(
     lambda sides: st.builds(
         decoders.Strip, st.sampled_from([" ", "▁", "a"]), st.just(sides[0]), st.just(sides[1])
     )
 )
-# Each kind of decoder by the name of its class.
+# The decoders of each kind, by the name of the class.
 SIMPLE: Mapping[str, st.SearchStrategy[Any]] = {
     "BPEDecoder": st.builds(decoders.BPEDecoder, st.sampled_from(["</w>", "a"])),
     "ByteFallback": st.builds(decoders.ByteFallback),
@@ -109,7 +110,7 @@ FAMILIES: Mapping[str, Any] = {
     "CTC, as Wav2Vec2's": decoders.CTC(),
 }
 CHAINS = st.lists(st.one_of(*SIMPLE.values()), min_size=1, max_size=4).map(decoders.Sequence)
-# The rest of such a chain sees one text that grows.
+# Chains that begin with `Fuse`: the decoders after it see one growing text rather than tokens.
 _TEXT_CHAINS = st.builds(
     lambda change, rest: decoders.Sequence([decoders.Fuse(), change, *rest]),
     _REPLACES | _STRIPS,
@@ -122,8 +123,8 @@ _SHAPES: Mapping[str, st.SearchStrategy[Any]] = {
     "chain": CHAINS | st.lists(CHAINS, max_size=2).map(decoders.Sequence),
     "text": _TEXT_CHAINS,
 }
-# By shape first: `one_of` would draw each kind, of which most are simple, as often as all chains
-# together.
+# The shape is drawn first. Hypothesis flattens `one_of`, which would draw each of the many simple
+# kinds as often as all chains together.
 DECODERS = st.sampled_from(sorted(_SHAPES)).flatmap(_SHAPES.__getitem__)
 
 
@@ -138,8 +139,8 @@ def kinds() -> set[str]:
 
 
 def tokenizer_of(decoder: Any) -> Tokenizer:
-    """A tokenizer with this decoder. Its last two tokens were added: one is special, the other is
-    not."""
+    """A tokenizer with this decoder, whose last two tokens are added ones, the second of them
+    special."""
     tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token="a"))
     tokenizer.add_tokens([AddedToken("<added>", normalized=False)])
     tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
@@ -153,7 +154,7 @@ class Decoding:
     """A tokenizer, a prompt, and the tokens that follow it.
 
     Args:
-        hides: whether special tokens have no text.
+        hides: whether special tokens are left out of the text.
     """
 
     tokenizer: Tokenizer = attrs.field(repr=lambda value: str(value.decoder))
@@ -162,8 +163,8 @@ class Decoding:
     hides: bool
 
     def decode(self, count: int | None = None) -> str:
-        """What the tokenizer says of the prompt and the first tokens, after its longest common
-        beginning with what it says of the prompt."""
+        """The text of the first `count` tokens (None: all): the text of the prompt and these
+        tokens, without its longest common prefix with the text of the prompt."""
         before = str(self.tokenizer.decode(self.prompt, skip_special_tokens=self.hides))
         ids = [*self.prompt, *self.token_ids[:count]]
         whole = str(self.tokenizer.decode(ids, skip_special_tokens=self.hides))
@@ -174,7 +175,7 @@ class Decoding:
 
 
 _COUNT = len(VOCABULARY)
-# One beyond the last added token exists in no tokenizer.
+# The greatest id is one beyond the last added token, so no tokenizer has it.
 TOKENS = st.one_of(st.integers(0, _COUNT + 2), st.sampled_from(BYTES))
 _PIECES = st.one_of(
     st.text("ab ▁", min_size=1, max_size=8).map(lambda text: [VOCABULARY[char] for char in text]),
@@ -192,8 +193,8 @@ def _joined(parts: list[list[int]]) -> list[int]:
 
 
 def decodings(of: st.SearchStrategy[Any] = DECODERS) -> st.SearchStrategy[Decoding]:
-    """Tokens with drawn decoders: special tokens, tokens that do not exist, parts of characters,
-    bytes that are none.
+    """Random decoders, with special tokens, tokens that do not exist, parts of characters, and
+    invalid bytes.
 
     Args:
         of: draws the decoder.

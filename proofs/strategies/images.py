@@ -1,5 +1,4 @@
-"""A shape class other than batches of requests: images of a resolution, padded by a ladder of
-resolutions."""
+"""A shape class other than batches of requests: images, padded to a ladder of resolutions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +17,7 @@ CHANNELS = 3
 
 @attrs.frozen
 class Resolution(Descriptor):
-    """The shape class of an image. It covers those whose height and width are not larger."""
+    """The shape class of an image; it covers images whose height and width are not larger."""
 
     height: int
     width: int
@@ -52,7 +51,7 @@ FILTERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "flip": lambda x, params: x.flip(-1),
     "sort": lambda x, params: x.sort(-1).values,
 }
-"""Operations on [height, width, channels] for which padding with zeros equals the border."""
+"""Operations on [height, width, channels] that treat zero padding like the border of an image."""
 
 
 @attrs.frozen(eq=False)
@@ -63,7 +62,7 @@ class ImageScenario:
     Args:
         code: the filters, in order.
         resolutions: the images' resolutions.
-        seed: of the pixels and the parameters.
+        seed: the seed of the pixels and the parameters.
     """
 
     code: tuple[str, ...]
@@ -77,8 +76,9 @@ class ImageScenario:
         )
 
     def step(self) -> Callable[..., Any]:
-        """The step: the filters, each on valid pixels alone. The state counts images and sums their
-        pixels."""
+        """The step, which applies each filter to valid pixels only.
+
+        The state counts valid pixels, and sums the pixels of all images by channel."""
 
         @donates("state")
         def step(
@@ -110,7 +110,7 @@ class ImageScenario:
         return images
 
     def params(self, device: torch.device | str = "cpu") -> Tensor:
-        """A matrix [channels, channels]."""
+        """The parameters, a matrix [channels, channels]."""
         return torch.randn(
             CHANNELS, CHANNELS, generator=torch.Generator().manual_seed(self.seed + 1)
         ).to(device)
@@ -124,17 +124,17 @@ class ImageScenario:
 
 
 def resolutions(most: int = 5) -> st.SearchStrategy[Resolution]:
-    """Resolutions of a few pixels a side."""
+    """Resolutions of at most `most` pixels a side."""
     return st.builds(Resolution, st.integers(1, most), st.integers(1, most))
 
 
 def resolution_ladders() -> st.SearchStrategy[tuple[Resolution, ...]]:
-    """Ladders of up to four resolutions, in any order: dispatch goes by `covers`, not by position."""
+    """Ladders of up to four resolutions, in any order: dispatch uses `covers`, not the position."""
     return st.lists(resolutions(7), max_size=4, unique=True).map(tuple)
 
 
 def image_scenarios() -> st.SearchStrategy[ImageScenario]:
-    """One to four filters, and one to five images."""
+    """Scenarios of one to four filters and one to five images."""
     code = st.lists(st.sampled_from(sorted(FILTERS)), min_size=1, max_size=4).map(tuple)
     sizes = st.lists(resolutions(), min_size=1, max_size=5).map(tuple)
     return st.builds(ImageScenario, code, sizes, st.integers(0, 999))

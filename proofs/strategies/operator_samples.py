@@ -1,4 +1,4 @@
-"""`Case`: an operator of torch's database under one transform, as a pure function of tensors, with
+"""`Case`: an operator of torch's database under a transform, as a pure function of tensors, with
 sample arguments."""
 
 import random
@@ -18,7 +18,7 @@ DTYPES = {
     str(d).removeprefix("torch."): d
     for d in (torch.float32, torch.bfloat16, torch.int64, torch.complex64)
 }
-# The seed of the samples that give a replay new values, counted from that of the first ones.
+# The seed of the samples whose new values a replay gets, relative to the seed of the first samples.
 _OTHER_SEED = 1
 
 
@@ -33,7 +33,7 @@ class Case:
         sample: the index of the sample.
         fn: the function, of as many tensors as `tensors` has.
         tensors: its arguments.
-        other_tensors: arguments of the same shapes with other values; None if the database gives
+        other_tensors: arguments of the same shapes with other values; None if the database has
             none.
     """
 
@@ -54,13 +54,13 @@ class Case:
 
 @attrs.frozen(eq=False)
 class Sample:
-    """The arguments of an operator, its tensors apart from the rest.
+    """The arguments of an operator, with the tensors separate from the rest.
 
     Args:
         tensors: the tensors.
-        differentiable: the indices of those that the database marks as requiring grad.
-        rest: all leaves, `...` in the place of tensors.
-        structure: their tree.
+        differentiable: the indices of the tensors that the database marks as requiring grad.
+        rest: all leaves, with `...` in place of tensors.
+        structure: the tree structure of all leaves.
     """
 
     tensors: tuple[Tensor, ...]
@@ -69,7 +69,7 @@ class Sample:
     structure: Any
 
     def bind(self, operator: Callable[..., Any]) -> Callable[..., Any]:
-        """The operator as a function of the tensors alone."""
+        """The operator as a function of the tensors only."""
 
         def call(*tensors: Tensor) -> Any:
             left = iter(tensors)
@@ -93,12 +93,13 @@ def _kind(x: Tensor) -> tuple[Any, ...]:
 def cases(
     entry: Any, transform: str, dtype: str, device: str, count: int | None, seed: int
 ) -> Iterator[Case]:
-    """The cases of one entry of the database, at most `count` of its samples, spread evenly; none
-    where torch does not support the dtype or the derivative.
+    """The cases of one entry of the database, from at most `count` of its samples, spread evenly.
+
+    There are no cases where torch does not support the dtype or the derivative.
 
     Args:
         entry: an entry of `operator_database()`.
-        seed: of the samples' values.
+        seed: the seed of the samples' values.
     """
     kind = DTYPES[dtype]
     differentiates = transform in ("backward", "jvp")
@@ -120,7 +121,7 @@ def cases(
         if transform == "vmap" and any(
             x.layout is not torch.strided or x.is_nested for x in sample.tensors
         ):
-            continue  # torch maps over strided tensors alone
+            continue  # torch's vmap supports only strided tensors
         if index < len(again) and sample.fits(again[index]):
             other = again[index]
         else:
@@ -129,13 +130,13 @@ def cases(
 
 
 def full_name(entry: Any) -> str:
-    """The name of an operator and of its variant, such as `gelu` or
+    """The name of an operator and its variant, such as `gelu` or
     `linalg.norm.subgradients_at_zero`."""
     return ".".join(filter(None, (entry.name, entry.variant_test_name)))
 
 
 def spread(length: int, count: int | None) -> Sequence[int]:
-    """At most `count` indices below `length`, at equal distances.
+    """At most `count` indices below `length`, evenly spaced.
 
     >>> spread(3, None), spread(10, 3)
     ([0, 1, 2], [0, 3, 6])
@@ -163,7 +164,7 @@ def samples_of(
 ) -> list[Sample]:
     seed_all(seed)
     try:
-        # The method seeds itself
+        # The function, not `entry.sample_inputs`: that method sets the seed itself.
         samples = list(entry.sample_inputs_func(entry, device, dtype, requires_grad))
     except Exception as error:
         raise NoSamplesError(
@@ -181,7 +182,8 @@ def _sorted(sample: Any) -> Sample:
 
 
 def copies(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Copies with the same strides, offsets and flags; tensors that share a storage share it still."""
+    """Copies with the same strides, offsets and flags; tensors that share a storage still share
+    one."""
     storages: dict[int, Any] = {}
 
     def copy(x: Tensor) -> Tensor:
@@ -258,7 +260,8 @@ def _vmap(
 
 
 def jvp_by(function: Callable[..., Any], tensors: Sequence[Tensor], marked: Sequence[int]) -> Any:
-    """A function's results and their derivative in one direction of the arguments at these indices."""
+    """A function's results, and their derivative along one direction of the arguments at the
+    indices `marked`."""
 
     def of_marked(*values: Tensor) -> Any:
         inputs = list(tensors)
@@ -295,7 +298,7 @@ TRANSFORMS: dict[str, Callable[..., Case]] = {
     "vmap": _vmap,
     "jvp": _jvp,
 }
-"""The maker of a case for each transform."""
+"""The function that makes a case, for each transform."""
 
 
 def _direction(x: Tensor) -> Tensor:

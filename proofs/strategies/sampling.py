@@ -1,4 +1,4 @@
-"""Sampling parameters of requests: each at its default, or any value that a model of that
+"""Sampling parameters of requests, each at its default or at any value that a model of the given
 vocabulary can serve."""
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ _CHOICES: dict[str, st.SearchStrategy[Any]] = {
 }
 # The fields that `sampling_params` draws for each request.
 ALWAYS = ("temperature", "seed", "stop_token_ids")
-# The fields that do not reach the table of sampling parameters, each with its reason.
+# The fields that do not reach the table of sampling parameters, each with the reason.
 ON_HOST: Mapping[str, str] = {
     "bad_words": "becomes a mask of each step, or bad_token_ids",
     "stop": "ends a text, which the host has",
@@ -35,8 +35,8 @@ ON_HOST: Mapping[str, str] = {
 
 
 def choices(vocab_size: int) -> dict[str, st.SearchStrategy[Any]]:
-    """For each field of a request that its logits may follow, but those in `ALWAYS`, values that
-    are no default."""
+    """For each field on which a request's logits may depend, except those in `ALWAYS`, values other
+    than the default."""
     tokens = _tokens(vocab_size)
     return _CHOICES | {
         "logit_bias": st.dictionaries(
@@ -54,7 +54,7 @@ def _tokens(vocab_size: int) -> st.SearchStrategy[list[int]]:
 
 
 def fields_not_drawn(kind: type = SamplingParams) -> set[str]:
-    """The fields that no strategy draws, and of which nothing says that they are the host's alone."""
+    """The fields that no strategy draws and that are not in `ON_HOST`."""
     return {field.name for field in attrs.fields(kind)} - {*choices(12), *ALWAYS, *ON_HOST}
 
 

@@ -1,4 +1,5 @@
-"""Schedules of one's own: ranks run stages in any order, and the programs that `weave` makes of it."""
+"""Custom schedules: ranks run their stages in any allowed order, from which `weave` makes
+programs."""
 
 import random
 from collections.abc import Sequence
@@ -17,10 +18,10 @@ class Woven:
     """Programs of several stages on each rank, and an edit of them.
 
     Args:
-        num_stages: of all ranks.
+        num_stages: the number of stages of all ranks together.
         rows: for each micro-batch, the requests in it.
-        scheduled: the programs, the jobs that they were made from, and the buffers.
-        advances: whether the ranks advance.
+        scheduled: the programs, the jobs they were made from, and the number of buffers.
+        advances: whether the ranks advance their states.
         edited: the programs with one to three edits, which may be harmless.
     """
 
@@ -40,9 +41,11 @@ class Woven:
 def run_orders(
     rng: random.Random, num_ranks: int, num_stages: int, jobs: Sequence[Job], advances: bool
 ) -> list[list[Run]]:
-    """For each rank an order in which it can run its stages: each stage takes the jobs in order,
-    after the stage before, after the job that it waits for, and after the rank is done with earlier
-    jobs that do not feed."""
+    """For each rank, a random order in which it can run its stages.
+
+    Each stage takes the jobs in order. It runs a job after the stage before has run it, after the
+    job that this one waits for has ended, and after the rank's stages are done with earlier jobs
+    that do not feed (if ranks advance)."""
     done, orders = [0] * num_stages, [list[Run]() for _ in range(num_ranks)]
 
     def can_run(stage: int) -> bool:
@@ -64,8 +67,8 @@ def run_orders(
 
 @st.composite
 def woven_programs(draw: st.DrawFn, max_jobs: int = 4) -> Woven:
-    """Programs in any order that stages allow, for micro-batches of any requests, and an edit of
-    them.
+    """Programs that run stages in any allowed order, for micro-batches of any requests, and an edit
+    of the programs.
 
     >>> from hypothesis import find
     >>> find(woven_programs(), lambda case: case.num_stages == 4 and len(case.scheduled.programs) == 2).num_stages
@@ -129,12 +132,12 @@ def _edited(rng: random.Random, case: Scheduled, num_stages: int) -> Scheduled:
             "microbatch",
         )
     )
-    if kind == "taken":  # two messages that are received one after the other
+    if kind == "taken":  # swap two messages that are received one after the other
         receipts = [i for i, e in enumerate(effects) if isinstance(e, Recv | Broadcast)]
         first = rng.randrange(max(len(receipts) - 1, 1))
         for a, b in zip(receipts[first : first + 1], receipts[first + 1 : first + 2], strict=False):
             effects[a], effects[b] = effects[b], effects[a]
-    elif kind == "returned":  # an output is taken in before a message that was received earlier
+    elif kind == "returned":  # take in an output before a message that was received earlier
         received = [i for i, e in enumerate(effects) if isinstance(e, Recv)]
         returned = [
             i

@@ -1,5 +1,7 @@
-"""Operators of torch's database on the ranks of a mesh, under each transform, and the same by brute
-force: each rank's parts are sliced, and the operator is called on them without `shard`."""
+"""Operators of torch's database on the ranks of a mesh, under each transform, with brute-force
+references.
+
+A reference slices each rank's parts and calls the operator on them without `shard`."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -46,7 +48,7 @@ TRANSFORMS: dict[str, Callable[[Ranks, Sequence[Tensor], tuple[int, ...]], Any]]
     "grad": _grad,
     "jvp": jvp_by,
 }
-"""What is applied to a function of several tensors, of which some are differentiated."""
+"""Transforms of a function of several tensors, some of which are differentiated, by name."""
 
 
 @attrs.frozen(eq=False)
@@ -54,13 +56,14 @@ class ShardedOperator:
     """An operator under a transform, on the ranks of a mesh.
 
     Args:
-        name, transform: of the operator in torch's database, and a key of `TRANSFORMS`.
-        fn: the operator, of tensors.
+        name: the operator's name in torch's database.
+        transform: a key of `TRANSFORMS`.
+        fn: the operator as a function of tensors only.
         tensors: its arguments.
-        marked: the indices of those that are differentiated.
-        placements: of each of them.
-        alike: whether all are replicated, and the result is placed as `Replicate()` too; otherwise
-            it is `PerRank()`.
+        marked: the indices of the arguments that are differentiated.
+        placements: the placement of each argument.
+        alike: whether all arguments and the result are placed as `Replicate()`; otherwise the
+            result is `PerRank()`.
     """
 
     name: str
@@ -72,7 +75,7 @@ class ShardedOperator:
     alike: bool
 
     def sharded(self) -> Any:
-        """The result by `shard`."""
+        """The result that `shard` gives."""
         whole = shard(self.fn, TWO, self.placements, Replicate() if self.alike else PerRank())
 
         def on_ranks(*tensors: Tensor) -> tuple[Any, Any]:
@@ -91,6 +94,7 @@ class ShardedOperator:
             ]
             return self.fn(*parts[0]), self.fn(*parts[1])
 
+        # A graph gives the results of its function, so its reference is a plain call.
         if self.transform == "graphify":
             transform = "call"
         else:
@@ -108,11 +112,11 @@ class ShardedOperator:
 def sharded_operators(
     draw: st.DrawFn, names: Sequence[str] | None = None
 ) -> ShardedOperator | None:
-    """An operator of torch's database that has float32 samples on a CPU; None where the drawn one
-    has none.
+    """An operator of torch's database under a transform, or None if the drawn one has no fitting
+    float32 sample on a CPU.
 
     Args:
-        names: the operators to draw from; None: all of the database.
+        names: the operators to draw from. None: the whole database.
     """
     entry = draw(
         st.sampled_from([x for x in operator_database() if names is None or x.name in names])
@@ -151,5 +155,6 @@ def _fits(x: Tensor) -> bool:
 
 
 def _placements(x: Tensor) -> st.SearchStrategy[Placement]:
+    # `shard` splits dimensions into equal parts, one for each of the two ranks.
     cuts = [Shard(dim) for dim in range(x.ndim) if x.shape[dim] and x.shape[dim] % 2 == 0]
     return st.sampled_from([Replicate(), *cuts])

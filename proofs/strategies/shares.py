@@ -1,4 +1,4 @@
-"""Random models whose layers several ranks share."""
+"""Random models whose layers are shared by several ranks."""
 
 from typing import Any
 
@@ -12,14 +12,15 @@ from weft.stages.choices import pick_experts
 from weft.stages.config import ModelConfig, MoeConfig, parse_config
 from weft.stages.shares import check_leaves, share_config
 
-# Experts that 2, 3 or 4 ranks can share, some of them in one way alone.
+# Experts that 2, 3 or 4 ranks can share. Some ranks can share them in one way only.
 _SHARED_EXPERTS = MoeConfig(6, 2, 12, True), MoeConfig(12, 3, 5, False, dense_layers=(1,))
 
 
 @st.composite
 def shared_scenarios(draw: st.DrawFn) -> tuple[Scenario, int]:
-    """A model, batches for it, and a number of ranks that can share its layers; many have experts,
-    which are shared by columns, or whole."""
+    """A model, batches for it, and a number of ranks that can share its layers.
+
+    Many models have experts, which ranks share by columns or as whole experts."""
     drawn = draw(
         scenarios(max_layers=2, max_steps=3).filter(lambda scenario: bool(_splits(scenario.config)))
     )
@@ -31,8 +32,8 @@ def shared_scenarios(draw: st.DrawFn) -> tuple[Scenario, int]:
 
 
 def _splits(config: ModelConfig) -> list[tuple[ModelConfig, int]]:
-    """The numbers of ranks that can share the layers of a model, and its configuration with a way
-    to share experts."""
+    """The pairs of a configuration with a way to share experts, and a number of ranks that can
+    share its layers."""
     ways = [None] if config.moe is None else [None, "columns", "whole"]
     every = [config if how is None else pick_experts(how, config, 2, call="") for how in ways]
     return [
@@ -49,9 +50,9 @@ class CutScenario:
 
     Args:
         scenario: the model and its batches.
-        dtype: of its weights and of its keys and values.
-        leaves: of each sum that ranks may share.
-        num_stages: into which it is split.
+        dtype: the dtype of its weights, keys and values.
+        leaves: the number of leaves of each sum that ranks may share.
+        num_stages: the number of stages that it is split into.
         is_captured: whether its steps are graphs.
     """
 
@@ -63,13 +64,14 @@ class CutScenario:
 
     @property
     def numbers_of_ranks(self) -> list[int]:
-        """Those, 1 first, that can share its layers and have the same bits."""
+        """The numbers of ranks, 1 first, that can share its layers and give the same bits."""
         return [count for count in (1, 2, 4) if _shares(self.scenario.config, count, self.leaves)]
 
 
 @st.composite
 def cut_scenarios(draw: st.DrawFn) -> CutScenario:
-    """A model of any architecture, or in FP8, with adapters or without, and what `CutScenario` has."""
+    """A model of any architecture, perhaps in FP8 or with adapters, with the number of leaves and
+    the other options of `CutScenario`."""
     scenario = draw(scenarios(max_layers=2, max_steps=4))
     leaves = draw(st.sampled_from((4, 4, 2, 8)))
     scenario = attrs.evolve(scenario, loras=())
@@ -95,8 +97,8 @@ def cut_scenarios(draw: st.DrawFn) -> CutScenario:
 
 @st.composite
 def _configs_in_fp8(draw: st.DrawFn, config: ModelConfig) -> ModelConfig:
-    """A model with the vocabulary and the number of layers of another one, whose linear layers are
-    in FP8."""
+    """A model with FP8 linear layers, and the vocabulary and number of layers of another model."""
+    # FP8 scales are per block of 128 x 128, so the widths must be larger than the other model's.
     raw: dict[str, Any] = {
         "architectures": ["Qwen3ForCausalLM"],
         "vocab_size": config.vocab_size,
@@ -126,7 +128,7 @@ def _configs_in_fp8(draw: st.DrawFn, config: ModelConfig) -> ModelConfig:
 
 
 def _shares(config: ModelConfig, count: int, leaves: int = 1) -> bool:
-    """Whether so many ranks can share the layers of a model, whose sums are cut into leaves."""
+    """Whether this many ranks can share the layers of a model whose sums are cut into leaves."""
     try:
         share_config(config, count)
         check_leaves("a drawn model", config, leaves, count)

@@ -1,4 +1,4 @@
-"""Tensors of a shape and a dtype with few plain values, so that shrunk examples are easy to read."""
+"""Tensors with a few simple values, so that shrunk examples are easy to read."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,13 +25,13 @@ def tensors(
     elements: st.SearchStrategy[Any] | None = None,
     device: torch.device | str = "cpu",
 ) -> st.SearchStrategy[Tensor]:
-    """Tensors of a shape, whose elements shrink towards 0.
+    """Tensors of the given shape, whose elements shrink towards 0.
 
     Args:
         shape: the dimensions; each may be a strategy: `tensors(st.integers(1, 6), 4)`.
         dtype: any real dtype, or bool.
-        elements: a strategy of Python numbers; None: quarters between -4 and 4, or whole numbers
-            from 0 to 8.
+        elements: a strategy of Python numbers. None: multiples of 1/4 between -4 and 4, or whole
+            numbers from 0 to 8.
         device: the device of the tensors.
 
     Two tensors that share a drawn size: `st.integers(1, 6).flatmap(lambda n: st.tuples(tensors(n,

@@ -1,5 +1,5 @@
-"""Random classes for `weft.pytree`, with all that attrs lets a class do while it is made, and a
-value of each."""
+"""Random classes for `weft.pytree`, with every feature of attrs that runs while a value is made,
+and a value of each class."""
 
 import inspect
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weft.trees import pytree, static
 
-# The options of `attrs.frozen` that change how a class is made, with the values that are drawn.
+# The options of `attrs.frozen` that change how values are made, with the values to draw from.
 CLASS_OPTIONS: dict[str, tuple[Any, ...]] = {
     "slots": (True, False),
     "weakref_slot": (True, False),
@@ -21,7 +21,7 @@ CLASS_OPTIONS: dict[str, tuple[Any, ...]] = {
     "field_transformer": (None, lambda cls, fields: fields),
 }
 
-# The other options of `attrs.frozen`, each with a reason.
+# The other options of `attrs.frozen`, each with the reason why it is not drawn.
 CLASS_OPTIONS_NOT_DRAWN = {
     "kw_only": "always True, so that fields with and without defaults come in any order",
     "these": "another way to list the fields",
@@ -40,7 +40,7 @@ CLASS_OPTIONS_NOT_DRAWN = {
 # The options of `attrs.field` that are drawn; `metadata` is `weft.static()`.
 FIELD_OPTIONS = ("default", "factory", "validator", "init", "converter", "alias", "metadata")
 
-# The other options of `attrs.field`, each with a reason.
+# The other options of `attrs.field`, each with the reason why it is not drawn.
 FIELD_OPTIONS_NOT_DRAWN = {
     "type": "an annotation",
     "kw_only": "the class says it",
@@ -49,24 +49,24 @@ FIELD_OPTIONS_NOT_DRAWN = {
     ("repr", "hash", "eq", "order"), "a part of a method that is not called while a value is made"
 )
 
-# The methods of a user's class that run while it is called.
+# The methods of a user's class that run while a value is made.
 HOOKS = ("__attrs_pre_init__", "__attrs_post_init__", "__new__")
 
 
 def options_of(function: Callable[..., Any]) -> set[str]:
-    """The options of a function, by name."""
+    """The names of a function's options."""
     return {name for name in inspect.signature(function).parameters if name != "maybe_cls"}
 
 
 @attrs.frozen(eq=False)
 class TreeValue:
-    """A value of a random class, and a record of the calls of the class's own code.
+    """A value of a random class, and a record of the user code that has run.
 
     Args:
         value: the value.
-        options: what was drawn for the class and for each field; `repr` shows it.
-        children, statics: the values of its fields by name.
-        calls: the names of converters, validators, default factories and hooks that have run.
+        options: the options of the class and of each field; `repr` shows them.
+        children, statics: the values of its fields, by name.
+        calls: which converters, validators, default factories and hooks have run, in order.
     """
 
     value: Any = attrs.field(repr=False)
@@ -78,9 +78,10 @@ class TreeValue:
 
 @st.composite
 def tree_values(draw: st.DrawFn) -> TreeValue:
-    """A value of a class registered with `weft.pytree`: with or without slots and a base class;
-    fields with converters, validators, defaults and other names as arguments, static ones, and ones
-    that `__init__` does not take; hooks."""
+    """A value of a random class registered with `weft.pytree`.
+
+    The class may have slots, a base class and hooks. Its fields may have converters, validators,
+    defaults and aliases, be static, or be left out of `__init__`."""
     calls: list[str] = []
     options = {name: draw(st.sampled_from(values)) for name, values in CLASS_OPTIONS.items()}
     fields = {}
@@ -99,6 +100,7 @@ def tree_values(draw: st.DrawFn) -> TreeValue:
         if f.init and f.default is attrs.NOTHING
     }
     value = cls(**arguments)
+    # A field with `init=False` and no default is unset, as in a class that sets it later.
     for f in attrs.fields(cls):
         if not hasattr(value, f.name):
             object.__setattr__(value, f.name, "word" if f.metadata else torch.arange(4.0))
@@ -117,7 +119,7 @@ def tree_values(draw: st.DrawFn) -> TreeValue:
 
 
 def _field(chosen: set[str], name: str, calls: list[str]) -> Any:
-    """A field with these options; its converter changes what it gets, each time anew."""
+    """A field with these options, whose converter changes a value each time it runs."""
     is_static = "metadata" in chosen
 
     def converted(value: Any) -> Any:
@@ -155,7 +157,7 @@ def _class(
     has_base: bool,
     calls: list[str],
 ) -> Any:
-    """A class with these fields, the first of them in a base class if it has one."""
+    """A class with these fields, the first of them in the base class if there is one."""
     class_options = {**options, "kw_only": True}
     namespace: dict[str, Any] = {hook: _hook(hook, calls) for hook in hooks}
     if not class_options["init"]:
