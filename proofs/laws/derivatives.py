@@ -159,7 +159,7 @@ def _measured(
         ):
             return None
         slopes.append(float(ends[0][0] - ends[1][0]) / (2 * step))
-    # Tokens show a changed draw, but not a changed expert. Slopes that differ by step size do.
+    # The tokens reveal another draw, but not another expert. Slopes that disagree reveal that too.
     if abs(slopes[0] - slopes[1]) > 1e-2 * (1 + abs(slopes[1])):
         return None
     # Halving the step quarters the second-order error, so this combination cancels it.

@@ -1,4 +1,5 @@
-"""Impure functions that keep a value from their first call for later calls, which do not show it."""
+"""Impure functions that keep a value from their first call for later calls, which do not show
+it."""
 
 import functools
 from collections.abc import Callable

@@ -50,8 +50,8 @@ WORDS = (
 
 
 def _vocabulary() -> dict[str, int]:
-    """Texts that have a meaning for some decoder, and bytes in the two spellings of tokens: `<0xE2>`
-    and the byte-level alphabet."""
+    """Texts that have a meaning for some decoder, and bytes in the two spellings of tokens:
+    `<0xE2>` and the byte-level alphabet."""
     raw = sorted({*CHARACTERS.encode(), 0x80, 0xC3, 0xE2, 0xED, 0xFF})
     byte_level = Tokenizer(models.BPE())
     byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -363,7 +363,6 @@ def rank_functions(
         multiple: each number of rows is a multiple of the number of ranks times this.
         columns: the number of columns per rank, 1 or 2. None: either.
     """
-    # Rows and columns are multiples of the number of ranks, so that any axes can split them.
     mesh = mesh or draw(meshes())
     kinds: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Partial())
     order = draw(st.permutations(list(mesh.sizes)))
@@ -374,6 +373,7 @@ def rank_functions(
         moves = dict(writer.moves())
         moves[draw(st.sampled_from(sorted(moves)))]()
     update = draw(st.sampled_from(updates))
+    # Rows and columns are multiples of the number of ranks, so that any axes can split them.
     width = mesh.num_ranks * (columns or draw(st.sampled_from((1, 2))))
     rows = draw(st.lists(st.sampled_from((1, 2)), min_size=1, max_size=3))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))

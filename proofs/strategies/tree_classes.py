@@ -100,7 +100,7 @@ def tree_values(draw: st.DrawFn) -> TreeValue:
         if f.init and f.default is attrs.NOTHING
     }
     value = cls(**arguments)
-    # A field with `init=False` and no default is unset, as in a class that sets it later.
+    # attrs leaves a field with `init=False` and no default unset, so it gets its value here.
     for f in attrs.fields(cls):
         if not hasattr(value, f.name):
             object.__setattr__(value, f.name, "word" if f.metadata else torch.arange(4.0))

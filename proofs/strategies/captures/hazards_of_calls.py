@@ -1,4 +1,4 @@
-"""`Kind`: a kind of hazard as code with parameters; and the kinds in the arguments and surroundings
+"""`Kind`, a kind of hazard as code with parameters, and the kinds in the arguments and surroundings
 of a call."""
 
 from collections.abc import Mapping
@@ -13,9 +13,9 @@ class Kind:
     Args:
         code: the program, with `$name` for each parameter.
         parameters: the values of each parameter.
-        refused: whether weft may refuse it; otherwise a graph gives the function's results.
+        refused: whether weft may refuse it. If not, a graph gives the function's results.
         options: the other arguments of `TensorProgram`.
-        on_gpu: whether it can be drawn for a GPU.
+        on_gpu: whether it can run on a GPU.
     """
 
     code: str

@@ -1,5 +1,5 @@
-"""`Operation`: one statement of a random program, as text with places for tensors; `OPERATIONS` has
-them by kind."""
+"""`Operation`: one statement of a random program, as text with placeholders for tensors;
+`OPERATIONS` lists them by kind."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,7 +14,7 @@ class Operation:
 
     Args:
         text: an expression, or statements that name `{out}`; `{a}` and `{b}` stand for tensors.
-        fits: whether the operation applies to these tensors; it is asked before the text is run.
+        fits: whether the operation applies to given tensors; it is called before the text is run.
         writes: whether it writes to `{a}`.
     """
 
@@ -45,7 +45,7 @@ def _complex(a: Tensor) -> bool:
 
 
 def _rows(a: Tensor) -> bool:
-    """A real tensor with a last dimension that can be sorted."""
+    """Whether a real tensor has a last dimension that can be sorted."""
     return _real(a) and a.dim() > 0 and a.shape[-1] > 0
 
 
@@ -73,7 +73,7 @@ def _broadcast(a: Tensor, b: Tensor) -> bool:
 
 
 def _into(a: Tensor, b: Tensor) -> bool:
-    """b can be written into a."""
+    """Whether b can be written into a."""
     return _broadcast(a, b) and _real(a) and torch.broadcast_shapes(a.shape, b.shape) == a.shape
 
 
@@ -246,9 +246,8 @@ OPERATIONS: dict[str, tuple[Operation, ...]] = {
     ),
     "random": (
         *_operations(_real, "torch.rand_like({a})", "torch.nn.functional.dropout({a}, 0.5)"),
-        *_operations(
-            _real, "{a}.sigmoid().nan_to_num(0.5).bernoulli()"
-        ),  # nan makes a CUDA device fail
+        # `bernoulli` of NaN makes a CUDA device fail.
+        *_operations(_real, "{a}.sigmoid().nan_to_num(0.5).bernoulli()"),
         *_operations(
             _real, "torch.empty_like({a}).normal_()", "{a} + torch.randn({a}.shape, device=device)"
         ),
@@ -312,5 +311,5 @@ OPERATIONS: dict[str, tuple[Operation, ...]] = {
         *_operations(_number, "{a} + {a}.is_leaf", "{a} + len({a}.shape)"),
     ),
 }
-"""The operations of random programs. A program's names are `device`, `generator`, `layer` (a linear
-one, of 3 features), and those of its tensors."""
+"""The operations of random programs, by kind. They may use the names `device`, `generator` and
+`layer` (a linear layer of 3 input features), and the tensors."""

@@ -1,5 +1,5 @@
-"""Random programs on tensors, as Python code: `tensor_programs()` draws `TensorProgram`s, for
-graphs and eager runs."""
+"""Random programs on tensors, as Python code: `tensor_programs()` draws `TensorProgram`s to run
+eagerly and in graphs."""
 
 import contextlib
 import warnings
@@ -26,7 +26,7 @@ _DTYPES = (
     "complex64",
     "bool",
 )
-# The ways to make an argument from one of the first two tensors, which other arguments may share.
+# The ways to make an argument from one of one or two base tensors, which other arguments may share.
 ALIASES = (
     "{base}.clone()",
     "{base}",
@@ -95,10 +95,10 @@ def doubled_when_saved():
 """
     ),
 }
-# Surroundings that are those of all threads.
+# Surroundings that apply to all threads of the process.
 OF_ALL_THREADS = ("default_dtype", "deterministic")
 
-# The changes of closed-over tensors between two calls.
+# Changes to closed-over tensors between two calls.
 EVENTS = (
     "held.add_(1)",
     "held = held * 2",
@@ -114,8 +114,8 @@ held = torch.arange(3, dtype=torch.float32, device=device).cos()
 _GENERATOR = """
 generator = torch.Generator(device).manual_seed(0)
 """
-# The last argument, in a function that draws from a generator: none, the same in all calls, or a
-# new one.
+# The last argument of a function that draws from a generator: none (it uses the closed-over one),
+# the closed-over generator, or a new one for each call.
 _GENERATORS = ("", "generator", "torch.Generator(device).manual_seed(call)")
 _LAYER = """
 layer = torch.nn.Linear(3, 2, device=device).requires_grad_(False)
@@ -126,24 +126,24 @@ torch.nn.init.constant_(layer.bias, -0.1)
 
 @attrs.frozen
 class TensorProgram:
-    """A random function of tensors, its arguments, and calls of it, as Python code.
+    """A random function of tensors, with its arguments and calls, as Python code.
 
     Args:
-        code: defines `f`; `arguments(call)`, which makes the arguments of the call of that number;
+        code: defines `f`; `arguments(call)`, which makes the arguments of call number `call`;
             `around(call)`, the context of that call; `before(call)`, which runs before it; and
             perhaps `graph`, if that is not `graphify(f)`.
         calls: the number of calls, each with new values.
-        donated: the arguments that are donated, which are the first ones; the first results are
-            their next values.
-        static: the arguments that are not tensors.
+        donated: the names of the donated arguments, which come first. The first results are their
+            next values.
+        static: the names of the arguments that are not tensors.
         borrow: whether results are borrowed.
-        chained: whether the donated arguments of a call are the results of the one before.
-        threads: the number of threads that make all calls at once at the end; 0: none.
-        draws: whether no other thread draws random numbers, so that the states of generators can be
-            compared.
+        chained: whether the donated arguments of a call are the results of the call before.
+        threads: the number of threads that make all calls at once at the end; 0 means none.
+        draws: whether the states of random generators can be compared, because no other thread
+            draws.
 
-    Its `repr` is a script to paste and run. It prints each call's result, first the function's and
-    then its graph's.
+    Its `repr` is a script to paste and run. For each call it prints the function's result, then the
+    graph's.
     """
 
     code: str
@@ -161,7 +161,7 @@ class TensorProgram:
         return {"donate_argnames": self.donated, "static_argnames": self.static, "outputs": outputs}
 
     def run(self) -> dict[str, Any]:
-        """Run the definitions, and return their names: new tensors and functions each time."""
+        """Run the definitions and return them by name: new tensors and functions each time."""
         return run_code(self.code)
 
     def __repr__(self) -> str:
@@ -196,7 +196,7 @@ class TensorProgram:
 
 
 def run_code(code: str) -> dict[str, Any]:
-    """Run a program's definitions as a module of their own, and return its names."""
+    """Run a program's definitions in a new namespace, and return that."""
     names: dict[str, Any] = {"__name__": "a_random_program"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -206,8 +206,10 @@ def run_code(code: str) -> dict[str, Any]:
 
 @attrs.define
 class _Body:
-    """The statements of a function while it is written, and the tensors that they gave when they
-    ran."""
+    """The statements of a function while it is being written, and the tensors that they made.
+
+    `foreign` holds the storages that no statement may write: those of arguments that are not
+    donated, and of the closed-over tensor."""
 
     names: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -215,8 +217,7 @@ class _Body:
     lines: list[str] = attrs.field(factory=list)
 
     def add(self, operation: Operation, first: int, second: int) -> None:
-        """Add a statement, on tensors that fit it; none if there are no such tensors, or if it
-        raises."""
+        """Add a statement on tensors that fit it, unless there are none or it raises."""
         chosen = self._choose(operation, first, second)
         if chosen is None:
             return
@@ -270,8 +271,8 @@ def _definitions(surroundings: Sequence[str], device: str) -> str:
 
 
 def _choosing(name: str, values: Sequence[str], first: str = "") -> str:
-    """A function of the number of a call that runs the statement, or returns the expression, of
-    that call."""
+    """Code of a function that runs the statement at the index of its argument, the call's
+    number."""
     lines = [
         f"    if call == {index}:\n        {value}"
         for index, value in enumerate(values)
@@ -294,12 +295,13 @@ _STATEMENTS = st.one_of(
 
 @st.composite
 def tensor_programs(draw: st.DrawFn, device: str = "cpu", max_calls: int = 5) -> TensorProgram:
-    """A random function of one to three tensors and a generator, and calls of it in random
+    """A random function of one to three tensors and perhaps a generator, with calls of it in random
     surroundings.
 
-    The function's statements are views, writes in place, random numbers, derivatives, and
-    surroundings of their own (`weft.proofs.strategies.captures.operations`). Arguments may be one
-    tensor, or views of one; one may be donated. A closed-over tensor may change between calls.
+    The function's statements are of all kinds in `weft.proofs.strategies.captures.operations`:
+    views, in-place writes, random numbers, derivatives, inner surroundings and others. Arguments
+    may be the same tensor or views of one tensor, and one argument may be donated. A closed-over
+    tensor may change between calls.
 
     >>> from hypothesis import find
     >>> program = find(tensor_programs(), lambda program: True)
@@ -320,15 +322,14 @@ def tensor_programs(draw: st.DrawFn, device: str = "cpu", max_calls: int = 5) ->
     )
     donated = draw(st.integers(0, 5)) == 5
     way = draw(st.integers(0, 7))
-    # or other arguments may be views of the donated one
+    # Unless `alone`, other arguments may be views of the donated one.
     borrow = way == 7
     alone = way != 6
     calls = draw(st.integers(2, max_calls))
     some = st.sampled_from(draw(st.lists(st.sampled_from([*SURROUNDINGS]), min_size=1, max_size=2)))
     surroundings = [draw(some) for _ in range(calls)]
-    if (
-        donated
-    ):  # torch itself refuses to write in place to an inference tensor outside inference mode
+    # Torch itself refuses in-place writes to an inference tensor outside inference mode.
+    if donated:
         surroundings = [around.replace("inference_mode", "no_grad") for around in surroundings]
     events = [draw(st.sampled_from(("pass", "pass", "pass", *EVENTS))) for _ in range(calls)]
     statements = draw(st.lists(_STATEMENTS, min_size=1, max_size=8))
@@ -345,7 +346,7 @@ def tensor_programs(draw: st.DrawFn, device: str = "cpu", max_calls: int = 5) ->
     body = _body(head + _making(bases, texts), names, donated, statements)
     outputs = _outputs(body, names, returned, donated)
     text = "".join(f"    {line}\n" for line in body.lines)
-    if "torch.func" in text:  # which takes no hooks on saved tensors
+    if "torch.func" in text:  # torch.func does not support hooks on saved tensors
         surroundings = [
             around.replace("doubled_when_saved()", "torch.no_grad()") for around in surroundings
         ]
@@ -367,7 +368,7 @@ def tensor_programs(draw: st.DrawFn, device: str = "cpu", max_calls: int = 5) ->
     )
     shared = any(text.startswith(OF_ALL_THREADS) for text in surroundings)
     alone = shared or donated or borrow or any(event != "pass" for event in events) or _draws(text)
-    # Torch counts its levels in a variable of all threads
+    # Torch keeps the level of forward-mode derivatives in a variable shared by all threads.
     alone = alone or "torch.func.jvp" in text
     return TensorProgram(
         code,
@@ -380,13 +381,13 @@ def tensor_programs(draw: st.DrawFn, device: str = "cpu", max_calls: int = 5) ->
 
 
 def _draws(text: str) -> bool:
-    """Whether a function draws random numbers, whose order among threads is open."""
+    """Whether a function draws random numbers, whose order among threads is undefined."""
     return any(part in text for part in ("rand", "dropout", "bernoulli", "normal_", "uniform_"))
 
 
 def _arguments(bases: Sequence[str], aliases: Sequence[tuple[str, int]], copied: bool) -> list[str]:
-    """The code of each tensor argument; one that cannot be made is the base itself. The first one
-    may be a copy."""
+    """The code of each tensor argument: an alias of a base or, if it cannot be made, the base
+    itself. With `copied`, the first one is a copy."""
     example = {"torch": torch, "device": "cpu", "call": 0}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -416,7 +417,8 @@ def _possible(text: str, otherwise: str, names: dict[str, Any]) -> str:
 def _body(
     code: str, names: list[str], donated: bool, statements: Sequence[tuple[Operation, int, int]]
 ) -> _Body:
-    """The function's statements, each tried on the arguments of a call."""
+    """The function's statements, each of which was tried on the arguments of call 0."""
+    # Statements are tried on the CPU, whatever the device of the program.
     module = run_code(code.replace("device = 'cuda'", "device = 'cpu'"))
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
@@ -432,7 +434,7 @@ def _body(
 
 
 def _outputs(body: _Body, names: list[str], returned: Sequence[int], donated: bool) -> str:
-    """The returned names, the newest first; before them the next value of a donated argument."""
+    """The returned names, drawn from the newest, after the next value of a donated argument."""
     newest = [*body.tensors][::-1]
     outputs = [newest[index % len(newest)] for index in returned]
     if donated:

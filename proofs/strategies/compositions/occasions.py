@@ -113,7 +113,7 @@ def _in_threads_at_once(subject: Subject, x: Tensor) -> Any:
 
 def _after_an_error(subject: Subject, x: Tensor) -> Any:
     before = subject.whole(x.clone())
-    # No body accepts an argument of this shape.
+    # Most bodies fail on an argument of this shape.
     try:
         subject.whole(torch.ones(3, 5, 7, device=x.device))
     except Exception as error:
