@@ -1,5 +1,5 @@
-"""`Batch`: the host's input of a step. `ResolvedBatch`: the batch with all that a step derives from
-the state."""
+"""`Batch`: what the host passes to a step. `ResolvedBatch`: that batch with everything that a step
+derives from the state filled in."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -22,21 +22,21 @@ LAST_TOKEN = -1
 """In `Batch.input_ids`: the request's last sampled token, which only the state knows."""
 
 EMBEDDED = -2
-"""In `Batch.input_ids`: a token whose embedding is given, in `Batch.inputs_embeds`."""
+"""In `Batch.input_ids`: a token without an id; its embedding is in `Batch.inputs_embeds`."""
 
-# In `Batch.input_ids`: a draft, which the step itself fills in. A sentinel that is left is not a
-# token, and never equals a sampled one.
+# In `Batch.input_ids`: a draft, which the step itself fills in. A sentinel that is not filled in is
+# no valid token id, so it never equals a sampled one.
 DRAFT = -3
 
-# In `Batch.positions`: the token's place in its request plus the request's delta.
+# In `Batch.positions`: the token's place in its request plus the request's mRoPE delta.
 IN_ORDER = -1
 
-# In `Batch.rows`: padding. It indexes the state's last row, which no request owns.
+# In `Batch.rows`: padding. As an index, -1 selects the state's last row, which no request owns.
 SCRATCH_ROW = -1
 
 
 def _of_tokens(values: Any) -> Any:
-    """Values by name, tensors among them as those of tokens."""
+    """Wrap the tensors in a dict in `PerToken`; other values pass through."""
     if not isinstance(values, dict) or not any(
         isinstance(value, Tensor) for value in values.values()
     ):
@@ -52,8 +52,8 @@ def _of_tokens(values: Any) -> Any:
 class Batch(Summarized):
     """The input of a step: a descriptor, and tensors of the sizes that it gives.
 
-    It names rows of the state and not their contents, so the host can launch a step before it has
-    read the tokens of the last one.
+    It refers to rows of the state, not to their contents, so the host can launch a step before it
+    has read the previous step's tokens.
 
     Args:
         descriptor: the shape class.
@@ -63,23 +63,23 @@ class Batch(Summarized):
             fills in.
         query_start_loc: [num_reqs + 1] int32, the start of each request's tokens; padding repeats
             the last entry.
-        samples: [num_reqs] bool, whether the step reaches the end of the request's prompt, or is
-            past it: only then a token is sampled and kept.
-        token_mask: [num_reqs, ceil(vocab_size / 32)] int32, a bit for each token that a grammar
-            lets a request draw, lowest bit first, as XGrammar writes it; None: all tokens. Batches
-            with and without one have different graphs.
-        targets: [num_tokens] int64, the prompt's token after each: the step also returns their
-            logprobs; None if no request wants them.
-        inputs_embeds: [num_tokens, hidden_size] in the model's dtype, the embeddings of tokens that
-            have no id, such as those of an image, where `input_ids` is -2; None: no such token.
-            Only the first stage takes it.
+        samples: [num_reqs] bool, whether the step reaches the end of the request's prompt or is
+            past it; only then is a token sampled and kept.
+        token_mask: [num_reqs, ceil(vocab_size / 32)] int32, one bit per token, set if a grammar
+            allows the request to draw it; lowest bit first, as in XGrammar. None: all tokens are
+            allowed. Batches with and without a mask have different graphs.
+        targets: [num_tokens] int64, the prompt's next token after each token; the step also returns
+            the logprobs of these. None if no request asks for them.
+        inputs_embeds: [num_tokens, hidden_size] in the model's dtype, the embeddings of the tokens
+            whose `input_ids` are -2, because they have no id (image tokens, for example). None if
+            there are no such tokens. Only the first stage takes it.
         positions: [3, num_tokens] int64, for a model with mRoPE: the positions of a prompt's tokens
-            in time, height and width, as transformers' `get_rope_index` returns them; -1 for a
-            token whose position in all three is its place in the request plus the request's
-            `mrope_position_deltas` in the state, as for every decode token. None: all are such
-            tokens. Only the first stage takes it.
-        token_extras: [num_tokens, ...] by name, the inputs of its own that each token of a prompt
-            has for stages that take some; a name that is not here has its default for all tokens.
+            in time, height and width, as transformers' `get_rope_index` returns them. -1 marks a
+            token whose three positions all equal its place in the request plus the request's
+            `mrope_position_deltas` in the state, as for every decode token. None: all tokens are
+            like that. Only the first stage takes it.
+        token_extras: [num_tokens, ...] by name, per-token inputs of a prompt for stages that take
+            extra ones; a name that is missing here has its default for all tokens.
     """
 
     descriptor: BatchDescriptor = attrs.field(metadata=descriptor_field())
@@ -104,13 +104,14 @@ class Batch(Summarized):
         num_active_loras: int = 0,
         device: torch.device | str = "cpu",
     ) -> Self:
-        """A uniform decode batch: for each row the last sampled token, and drafts after it. All
-        rows must be past their prefill.
+        """A uniform decode batch: each row's last sampled token, followed by its drafts.
+
+        All rows must be past their prefill.
 
         Args:
             rows: the requests' rows in the state.
-            query_len: the tokens of each request: one, and `query_len - 1` drafts.
-            num_active_loras: the number of different adapters of these requests.
+            query_len: the tokens of each request: the last token and `query_len - 1` drafts.
+            num_active_loras: the number of different adapters that these requests use.
             device: the device of the tensors.
 
         >>> Batch.decode([0, 2]).descriptor
@@ -119,6 +120,7 @@ class Batch(Summarized):
         rows = _as_list("Batch.decode(rows)", "rows", rows)
         n = len(rows)
         _check(f"Batch.decode({rows})", rows)
+        # `device="cpu"`, because the user may have set another default device.
         return cls(
             BatchDescriptor.uniform(n, query_len, num_active_loras),
             to_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), device),
@@ -146,7 +148,7 @@ class Batch(Summarized):
         device: torch.device | str = "cpu",
     ) -> Self:
         """A batch of prompts, chunks of prompts and single decode tokens (`[LAST_TOKEN]`), in any
-        mixture.
+        mix.
 
         Args:
             rows: the requests' rows in the state.
@@ -154,11 +156,11 @@ class Batch(Summarized):
             samples: whether each request is past its prompt after this step; by default all are.
             inputs_embeds: [num_tokens, hidden_size], the embeddings of the tokens that are EMBEDDED
                 (-2).
-            positions: [3, num_tokens] int64, in a model with mRoPE: time, height, width; -1: in
-                order.
-            token_extras: [num_tokens, ...] by name, the tokens' own inputs for stages that take
-                some.
-            num_active_loras: the number of different adapters of these requests.
+            positions: [3, num_tokens] int64, for a model with mRoPE: time, height, width; -1 for a
+                token in order (see `Batch`).
+            token_extras: [num_tokens, ...] by name, per-token inputs for stages that take extra
+                ones.
+            num_active_loras: the number of different adapters that these requests use.
             device: the device of the tensors.
 
         Raises:
@@ -200,19 +202,21 @@ class Batch(Summarized):
 
     @property
     def goes_on(self) -> Tensor:
-        """[num_reqs] bool: whether each request goes on from its last token, so that its tokens are
-        that token and drafts. Meaningless for padding."""
+        """[num_reqs] bool: whether each request continues from its last sampled token, so that its
+        tokens are that token and drafts. Meaningless for padding."""
         first = self.query_start_loc[:-1].clamp(max=max(len(self.input_ids) - 1, 0))
         return self.input_ids[first] == LAST_TOKEN
 
     def owners(self) -> tuple[Tensor, Tensor]:
-        """The request of each of the batch's tokens, and the token's place in it, as `find_owners`
-        returns them."""
+        """The request that each token belongs to, and the token's place in it (see
+        `find_owners`)."""
         return find_owners(self.query_start_loc, len(self.input_ids))
 
     def split(self, parts: int) -> tuple[Self, ...]:
-        """The batch in at most `parts` batches of whole requests. A ragged batch is cut by its
-        `query_start_loc`, which is read on the host."""
+        """Split the batch into at most `parts` batches of whole requests.
+
+        To cut a ragged batch, its `query_start_loc` is read on the host.
+        """
         whole = self.descriptor
         bounds = find_bounds(whole.num_reqs, parts)
         if whole.query_len is not None:  # known without a host read
@@ -235,11 +239,15 @@ class Batch(Summarized):
 
 
 def find_owners(query_start_loc: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """The request of each token, and its place among that request's tokens, both [num_tokens]
-    int32. Tokens after the end of `query_start_loc` [num_reqs + 1] belong to no request; they get
-    the last one."""
+    """The request that each token belongs to, and its place among that request's tokens, both
+    [num_tokens].
+
+    Tokens after the end of `query_start_loc` [num_reqs + 1] int32 belong to no request; they are
+    given the last one.
+    """
     starts = query_start_loc
     index = torch.arange(num_tokens, device=starts.device, dtype=starts.dtype)
+    # `right=True`: a token at a boundary belongs to the request that starts there.
     owner = torch.searchsorted(starts[1:].contiguous(), index, right=True).clamp(
         max=len(starts) - 2
     )
@@ -247,8 +255,8 @@ def find_owners(query_start_loc: Tensor, num_tokens: int) -> tuple[Tensor, Tenso
 
 
 def _as_list(call: str, name: str, value: Any, *, of_numbers: bool = True) -> list[Any]:
-    """An argument as a list on the host; its numbers are those that torch takes, and does not round
-    to an int."""
+    """An argument as a list on the host; numbers that are not whole are refused, since torch would
+    truncate them silently."""
     if isinstance(value, Iterable) and not isinstance(value, str | Tensor):
         items = list(value)
         if not of_numbers or _are_whole(items):
@@ -285,8 +293,8 @@ def _check(
     positions: Tensor | None = None,
     token_extras: Mapping[str, Any] | None = None,
 ) -> None:
-    """Raise DescriptorError unless the rows can be one batch, and the rest fits them; `token_ids`
-    None: rows alone."""
+    """Raise DescriptorError unless the rows can form one batch and the other arguments fit them.
+    If `token_ids` is None, only the rows are checked."""
     if token_ids is None:
         lengths = [1] * len(rows)
     else:
@@ -351,24 +359,26 @@ class ResolvedBatch(Summarized):
     Args:
         descriptor: the batch's.
         rows: [num_reqs] int64, as in the batch.
-        input_ids: [num_tokens] int64, with the last tokens filled in, also where there is no draft;
-            -2 where the embedding is given; 0 for padding.
+        input_ids: [num_tokens] int64, with the request's last token in place of -1 and of drafts
+            that are not filled in; -2 where the embedding is given; 0 for padding.
         positions: [num_tokens] int64, each token's place in its request (not its position in a
             model with mRoPE); 0 for padding.
         query_start_loc: [num_reqs + 1] int32.
-        seq_lens: [num_reqs] int32, the context after this step; 0 for padding.
+        seq_lens: [num_reqs] int32, the length of the context after this step; 0 for padding.
         block_table: [num_reqs, max_pages] int32.
         slot_mapping: [num_tokens] int64, page * page_size + offset; -1 for padding.
         last_index: [num_reqs] int64, the index of each request's last token.
         adapters: [num_tokens] int32, the slot of each token's adapter; -1: no adapter. None if the
             batch has none.
         active_adapters: [num_active_loras] int32, the distinct slots in `adapters`, then -1.
-        extras: each request's own inputs for stages that take some, by name; the defaults for
-            padding. `per_token` of one is a tensor, and so are its `values` [num_reqs, ...].
-        carried: by name, what each request carries from the token before its first one in this
-            batch (`weft.stages.carry`); the defaults for padding. `scan_tokens` begins with one.
-        token_extras: [num_tokens, ...] by name: each token's own inputs for stages that take some.
-        plans: what the layers share of the attention's work, filled by `AttentionBackend`.
+        extras: by name, per-request inputs for stages that take extra ones; the defaults for
+            padding. `per_token` turns one into a tensor [num_tokens, ...]; its `values` are
+            [num_reqs, ...].
+        carried: by name, the value that each request carries from the token before its first one in
+            this batch (`weft.stages.carry`); the defaults for padding. It serves as the `init` of
+            `scan_tokens`.
+        token_extras: [num_tokens, ...] by name: per-token inputs for stages that take extra ones.
+        plans: attention work that all layers share, filled in by `AttentionBackend`.
     """
 
     descriptor: BatchDescriptor = attrs.field(metadata=descriptor_field())
@@ -392,7 +402,7 @@ class ResolvedBatch(Summarized):
         ...].
 
         Raises:
-            ProgramError: they are not of the batch's requests.
+            ProgramError: `values` does not have one value for each request.
         """
         per_request = self._of_requests("batch.per_token(values)", "values", values)
         owners, _ = find_owners(self.query_start_loc, len(self.input_ids))
@@ -414,23 +424,24 @@ class ResolvedBatch(Summarized):
     def scan_tokens(
         self, f: Callable[..., Tensor], init: PerRequest | Tensor, *xs: Tensor
     ) -> Tensor:
-        """The values of a recurrence after each token, [num_tokens, ...]; its requests go on side
-        by side.
+        """Run a recurrence over the tokens of each request, all requests at once; returns the value
+        after each token, [num_tokens, ...].
 
-        As `jax.lax.scan`, it calls `f` once for each place: as often as the batch's longest request
-        may have tokens, which is the query length of a uniform batch, and otherwise `num_tokens`. A
-        recurrence that is linear is faster as sums over tokens.
+        Like `jax.lax.scan`, it calls `f` once per step: as many times as the longest request may
+        have tokens. That is the query length of a uniform batch, and `num_tokens` otherwise. A
+        linear recurrence is faster if written as sums over tokens.
 
         Args:
-            f: `(value, *xs) -> value`, each [num_reqs, ...]: the value after a token, from the one
-                before it.
+            f: `(value, *xs) -> value`, each [num_reqs, ...]: computes the value after a token from
+                the value before it.
             init: [num_reqs, ...], the values before the first tokens, such as
                 `batch.carried[name]`.
             xs: [num_tokens, ...], read by `f` token by token.
 
         Raises:
-            ProgramError: `init` is not of the requests, one of `xs` is not of the tokens, or `f`
-                returns something else than a value of the shape and dtype of the one before it.
+            ProgramError: `init` does not have one value for each request, one of `xs` does not have
+                one for each token, or the value that `f` returns has another shape or dtype than
+                the one before it.
         """
         call = "batch.scan_tokens(f, init, *xs)"
         value = self._of_requests(call, "init", init)
@@ -457,7 +468,7 @@ class ResolvedBatch(Summarized):
                 instead = f"the next value, as the one before it: {_described(value)}"
                 raise ProgramError(call, f"f returned {_described(next_value)}", instead)
             value = torch.where(live.view(-1, *[1] * (next_value.dim() - 1)), next_value, value)
-            # The last one is scratch
+            # One more entry as scratch: requests without a token at this place write there.
             if not place:
                 outputs = value.new_zeros(num_tokens + 1, *value.shape[1:])
             outputs[torch.where(live, token, num_tokens)] = value
@@ -465,7 +476,7 @@ class ResolvedBatch(Summarized):
 
 
 def _check_first(call: str, name: str, value: Any, count: int, instead: str) -> None:
-    """Raise ProgramError unless it is a tensor with so many entries."""
+    """Raise ProgramError unless `value` is a tensor with `count` entries in its first dimension."""
     if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != count:
         raise ProgramError(call, f"{name} is {_described(value)}", instead)
 

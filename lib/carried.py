@@ -1,5 +1,5 @@
-"""`Carried`: the values that functions of one's own carry from token to token of each request, in
-rows of the state."""
+"""`Carried`: the values that custom functions carry from token to token of each request, in rows of
+the state."""
 
 from collections.abc import Mapping, Sequence
 from typing import Self
@@ -20,15 +20,16 @@ from weft.trees import pytree
 class Carried(Summarized):
     """The values that each request carries from token to token (`weft.stages.carry`).
 
-    A step writes the values after its tokens, and does not know how many of them a request keeps:
-    drafts may be wrong. So a row holds the values after each of the tokens that it may go back to,
-    and the request's position says which one counts. A wrong draft leaves nothing that is read.
+    A step writes the values after each of its tokens before it is known how many tokens a request
+    keeps, since drafts may be rejected. So a row holds the values after each token that the request
+    may be set back to, and the request's position says which one is current. The values of rejected
+    drafts are never read.
 
     Args:
         values: [max_num_reqs + 1, n, ...] by name: a request's value after p tokens is in slot p %
             n, where n is the most tokens of a decode step. The last row holds the defaults.
         snapshots: [num_pages + 1, ...] by name: the value after the last token of each full page;
-            the last one is scratch. Empty: there are none.
+            the last entry is scratch. Empty if there are no snapshots.
     """
 
     values: dict[str, Tensor]
@@ -43,13 +44,13 @@ class Carried(Summarized):
         num_drafts: int = 0,
         num_pages: int | None = None,
     ) -> Self:
-        """Rows with the defaults.
+        """Rows that hold the defaults.
 
         Args:
             defaults: the value before a request's first token, by name.
             num_rows: the state's rows, scratch row included.
             num_drafts: the most drafts of a request in a step.
-            num_pages: the pages that have snapshots; None: none.
+            num_pages: the number of pages that have snapshots; None: no snapshots.
         """
 
         def repeated(x: Tensor, *sizes: int) -> Tensor:
@@ -63,13 +64,13 @@ class Carried(Summarized):
         return cls(rows, snapshots)
 
     def admit(self, rows: Tensor, positions: Sequence[int], last_pages: Sequence[int]) -> None:
-        """Start requests in rows [num_reqs] int64, in place: from the snapshot of its last found
-        page where a request starts after its first token, otherwise from the default.
+        """Start requests in rows [num_reqs] int64, in place. A request that has full pages starts
+        from the snapshot of the last one, any other from the default.
 
         Args:
-            positions: the tokens that each request has in its pages; whole pages, if there are
-                snapshots.
-            last_pages: the page of the last of these tokens; -1: there is none.
+            positions: the number of tokens that each request has in its pages; whole pages, if
+                there are snapshots.
+            last_pages: the page of the last of these tokens; -1 if there is none.
         """
         places, pages = to_device(
             torch.tensor([positions, last_pages], dtype=torch.int64), rows.device
@@ -82,15 +83,15 @@ class Carried(Summarized):
             buffer[rows, places % buffer.shape[1]] = start
 
     def read(self, rows: Tensor, positions: Tensor) -> dict[str, PerRequest]:
-        """The values of rows [num_reqs] int64 after so many tokens; the defaults for padding."""
+        """The values of rows [num_reqs] int64 after `positions` tokens; the defaults for padding."""
         return {
             name: PerRequest(buffer[rows, positions % buffer.shape[1]])
             for name, buffer in self.values.items()
         }
 
     def write(self, batch: ResolvedBatch, page_size: int, values: Mapping[str, Tensor]) -> Self:
-        """The rows and snapshots after a step: themselves, written in place; new ones where a
-        derivative is asked for, and inside a transform of torch.func.
+        """The rows and snapshots after a step. They are written in place, except where autograd or
+        a transform of torch.func follows them: then new ones are made.
 
         Args:
             batch: the step's.
@@ -114,9 +115,9 @@ class Carried(Summarized):
 def _last_values(
     batch: ResolvedBatch, buffer: Tensor, new: Tensor
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Where the values of each request's last tokens go, one for each of a row's slots, and these
-    values. Slots for which a request has no token in the batch, and the last row, which padding
-    stands for, keep what they hold."""
+    """The index at which to write the values of each request's last tokens, one for each slot of a
+    row, and these values. Slots without a token in the batch, and the last row, which stands for
+    padding, are given the values that they already hold."""
     back = torch.arange(buffer.shape[1], device=new.device)
     tokens = batch.last_index[:, None] - back
     rows = batch.rows[:, None]
@@ -128,15 +129,15 @@ def _last_values(
 
 
 def _ended_pages(batch: ResolvedBatch, page_size: int, num_snapshots: int) -> Tensor:
-    """The page [num_tokens] that each token fills; the last, which is scratch, for a token that
-    fills none."""
+    """The page [num_tokens] that each token completes; for a token that completes none, the last
+    entry, which is scratch."""
     slots = batch.slot_mapping.to(torch.int64)
     fills = (slots >= 0) & (slots % page_size == page_size - 1)
     return torch.where(fills, slots // page_size, num_snapshots - 1)
 
 
 def _put(buffer: Tensor, index: tuple[Tensor, ...], new: Tensor) -> Tensor:
-    """A tensor with other values at an index, as `Carried.write` says."""
+    """`buffer` with `new` at an index: in place where `Carried.write` allows it."""
     if in_functorch_transform() or (
         torch.is_grad_enabled() and (buffer.requires_grad or new.requires_grad)
     ):

@@ -1,5 +1,5 @@
-"""The outputs of stages: `IntermediateTensors` between two stages, and the last stage's `Output`;
-and values that a batch has one of for each token, or for each request."""
+"""The outputs of stages: `IntermediateTensors` between two stages, and `Output` of the last one;
+also `PerToken` and `PerRequest`, which hold one value for each token or request of a batch."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -29,9 +29,9 @@ class PerToken(Summarized):
 class PerRequest(Summarized):
     """A value for each request of a batch: `values` [num_reqs, ...].
 
-    It is not a tensor, because torch would add it to values of tokens wherever a padded batch has
-    as many requests as tokens: `batch.per_token(...)` of it is a tensor with the value of each
-    token's request.
+    It is not a tensor, because torch would silently add it to per-token values whenever a padded
+    batch has as many requests as tokens. `batch.per_token(...)` turns it into a tensor with the
+    value of each token's request.
     """
 
     values: Tensor = attrs.field(metadata=axes("num_reqs"))
@@ -57,7 +57,7 @@ class PerRequest(Summarized):
 
 
 def _refuse(name: str, *args: Any) -> NoReturn:
-    """Refuse an operation of tensors."""
+    """Refuse an operation that takes tensors."""
     arguments = ", ".join(
         f"{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in args
     )
@@ -83,7 +83,7 @@ for _name in (
         "__len__",
     ),
     *("__neg__", "__abs__", "__invert__", "__float__", "__int__", "__index__", "__contains__"),
-):  # what Python would answer by itself, or in other words
+):  # methods that Python would answer by itself, or refuse with a less helpful error
     type.__setattr__(PerRequest, _name, _refused(_name))
 
 
@@ -99,7 +99,7 @@ class IntermediateTensors(Summarized):
         positions: [num_tokens, 3] int64, each token's position in time, height and width; None
             unless the model has mRoPE. Tokens come first, as in every tensor between stages
             (`Batch.positions` is [3, num_tokens]).
-        captured: by name, what the stages so far have captured; 0 where none has yet.
+        captured: by name, the values that the stages so far have captured; 0 where none has yet.
     """
 
     hidden_states: Tensor = attrs.field(metadata=axes("num_tokens"))
@@ -111,9 +111,11 @@ class IntermediateTensors(Summarized):
 @pytree
 @attrs.frozen(eq=False, repr=False)
 class Output(Summarized):
-    """The last stage's output. In a step that verifies drafts, which samples several tokens for
-    each request, the first six fields are [num_reqs, n, ...]: n is the query length of a uniform
-    class, otherwise the greatest number.
+    """The last stage's output.
+
+    A step that verifies drafts samples several tokens for each request. Its first six fields are
+    [num_reqs, n, ...]: n is the query length of a uniform class, otherwise 1 + the most drafts that
+    the step was built for.
 
     Args:
         token_ids: [num_reqs] int64, the sampled token (meaningless if the batch does not sample).
@@ -122,18 +124,19 @@ class Output(Summarized):
             NaN.
         logits: [num_reqs, vocab_size] float32 at each request's last token; None unless the step
             was built to keep them.
-        top_ids, top_logprobs: [num_reqs, n] int64 and float32, the n likeliest tokens, by the model
-            as above; None unless the step was built to find them.
+        top_ids, top_logprobs: [num_reqs, n] int64 and float32, the n tokens that the model finds
+            likeliest (before temperature); None unless the step was built to find them.
         ranks: [num_reqs] int64, 1 + the number of tokens that are likelier than the sampled one;
-            None as above.
-        prompt_logprobs: [num_tokens] float32, those of the batch's `targets`; None unless it has
-            targets.
-        prompt_top_ids, prompt_top_logprobs: [num_tokens, n], the likeliest tokens in their place.
+            None unless the step was built to find them.
+        prompt_logprobs: [num_tokens] float32, the logprobs of the batch's `targets`; None unless
+            the batch has targets.
+        prompt_top_ids, prompt_top_logprobs: [num_tokens, n], the likeliest tokens at the places of
+            the `targets`.
         prompt_ranks: [num_tokens] int64, the ranks of the batch's `targets`.
-        num_tokens: [num_reqs] int64, the number of `token_ids` that the request keeps, from the
-            first; 0 if it already has all its tokens. None unless the step verifies drafts.
-        num_drafts: [num_reqs] int64, the number of drafts; `num_tokens - 1` of them were right.
-        captured: by name, what functions of one's own in the stages captured of each token
+        num_tokens: [num_reqs] int64, how many of the first `token_ids` the request keeps; 0 if it
+            already has all its tokens. None unless the step verifies drafts.
+        num_drafts: [num_reqs] int64, the number of drafts; `num_tokens - 1` of them were accepted.
+        captured: by name, the values that custom functions in the stages captured for each token
             (`weft.stages.sow`).
     """
 

@@ -1,5 +1,5 @@
-"""`State`: everything on the device that changes from step to step; and the pure functions that
-read and advance it."""
+"""`State`: everything on the device that changes from step to step, and the functions that read and
+advance it."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
@@ -29,12 +29,12 @@ class Drafting(Summarized):
     scratch row.
 
     Args:
-        limits: [rows] int64, the most tokens of a request, prompt included; it drafts and returns
-            none beyond.
-        tokens: [rows, most] int32, the request's tokens, on a stage that looks drafts up in them;
+        limits: [rows] int64, the most tokens of a request, prompt included; it neither drafts nor
+            returns tokens beyond.
+        tokens: [rows, most] int32, the request's tokens, on a stage that looks up drafts in them;
             elsewhere the width is 0.
-        kv_pages: the draft model's, with the layout and the page numbers of the state's own; only
-            on the stage that drafts with a model.
+        kv_pages: the KV cache of the draft model, with the layout and page numbers of
+            `State.kv_pages`; only on the stage that drafts with a model.
     """
 
     limits: Tensor
@@ -54,8 +54,8 @@ class Drafting(Summarized):
 
         Args:
             num_rows: the state's rows, scratch row included.
-            max_tokens: the most tokens of a request plus those of one step; 0: this stage looks no
-                drafts up.
+            max_tokens: the most tokens of a request plus those of one step; 0 if this stage does
+                not look up drafts.
         """
         limits = torch.zeros(num_rows, dtype=torch.int64, device=device)
         return cls(
@@ -65,8 +65,8 @@ class Drafting(Summarized):
     def admit(
         self, rows: Tensor, token_ids: Sequence[Sequence[int]], limits: Sequence[int]
     ) -> None:
-        """Write requests into rows [num_reqs] int64, in place: their tokens, and the most that they
-        may have."""
+        """Write the tokens and the token limits of requests into rows [num_reqs] int64, in
+        place."""
         device = self.limits.device
         self.limits[rows] = to_device(torch.tensor(limits, dtype=torch.int64), device)
         if not self.tokens.shape[1]:
@@ -77,7 +77,7 @@ class Drafting(Summarized):
         self.tokens[rows] = to_device(table, device)
 
     def append(self, rows: Tensor, places: Tensor, token_ids: Tensor, kept: Tensor) -> None:
-        """Write sampled tokens, in place. Entries after a request's tokens are never read.
+        """Write sampled tokens in place. Entries after a request's tokens are never read.
 
         Args:
             rows: [num_reqs] int64; -1 for padding.
@@ -99,31 +99,31 @@ class Drafting(Summarized):
 class State(Summarized):
     """The paged KV cache of one stage and the table of requests, which is the same on every stage.
 
-    A value: a step takes it (its storage is donated) and returns the next one. Row `max_num_reqs`,
-    the last, is scratch: padding points there.
+    It is a value: a step takes it (its storage is donated) and returns the next one. The last row,
+    `max_num_reqs`, is scratch, to which padding points.
 
     Args:
         kv_pages: [num_layers, 2, num_pages, page_size, num_kv_heads, head_dim], keys then values;
             the model's dtype.
         block_table: [max_num_reqs + 1, max_pages] int32, each request's pages in order.
-        positions: [max_num_reqs + 1] int64, the number of tokens in the cache: the sequence length,
-            the place of the next token, and so the counter of the request's random stream.
+        positions: [max_num_reqs + 1] int64, the number of tokens in the cache. It is the sequence
+            length, the place of the next token, and so the counter of the request's random stream.
         last_tokens: [max_num_reqs + 1] int64, the last sampled token.
         adapters: [max_num_reqs + 1] int32, the slot of each request's LoRA adapter; -1: none.
-        mrope_position_deltas: [max_num_reqs + 1] int64, the distance from the places of the tokens
-            after a request's prompt to their positions, in a model with mRoPE; transformers'
-            `rope_deltas`.
+        mrope_position_deltas: [max_num_reqs + 1] int64, in a model with mRoPE, position minus place
+            of the tokens after a request's prompt; transformers' `rope_deltas`.
         sampling: max_num_reqs + 1 rows; as wide as the vocabulary only on the stage that samples.
         drafting: the part that speculation needs; None: the steps do not draft.
-        extras: [max_num_reqs + 1, ...] by name: the inputs of its own that each request has for a
-            stage that takes some; the last row holds the defaults.
-        carried: what each request carries from token to token for a stage that carries something;
-            None: nothing.
-        num_recomputed_tokens: [max_num_reqs + 1] int64, the leading tokens of each request that
-            were in its pages, and that it computes again: they are not written, as the pages are
-            shared. The last page of such a state is scratch. None: no request computes such tokens.
-        beside: by name, the pages of other models that read the same tokens, of the shape of
-            `kv_pages` but for their own layers and heads; on the last stage.
+        extras: [max_num_reqs + 1, ...] by name: per-request inputs for stages that take extra ones;
+            the last row holds the defaults.
+        carried: the values that each request carries from token to token; None if the stage carries
+            none.
+        num_recomputed_tokens: [max_num_reqs + 1] int64, how many leading tokens of each request are
+            already in its pages but computed again. Their keys and values are not written, because
+            the pages are shared. The last page of such a state is scratch. None: no request
+            computes such tokens.
+        beside: by name, the pages of other models that read the same tokens; shaped like `kv_pages`
+            except for their own layers and heads. On the last stage only.
     """
 
     kv_pages: Tensor
@@ -158,11 +158,10 @@ class State(Summarized):
         device: torch.device | str = "cpu",
     ) -> Self:
         """A state without requests: `num_pages` pages in all, at most `max_pages` for each request.
-        `extras` has the defaults of the inputs that each request has of its own.
 
-        A stage that samples passes its `vocab_size` and `max_biased`, the most tokens in a
-        request's `logit_bias`. A row of its sampling table takes 2.25 bytes for each token of the
-        vocabulary.
+        `extras` has the defaults of the per-request inputs. A stage that samples passes its
+        `vocab_size` and `max_biased`, the most tokens in a request's `logit_bias`. A row of its
+        sampling table takes 2.25 bytes for each token of the vocabulary.
         """
         rows = max_num_reqs + 1
         return cls(
@@ -207,8 +206,8 @@ def admit(
 ) -> State:
     """Start requests in rows of the state: their pages, sampling parameters, and first positions.
 
-    A request carries the defaults before its first token; if it starts after it, what the snapshot
-    of the page before holds (`weft.carried.Carried`).
+    A request that starts at its first token carries the default values; one that starts later
+    carries the values in the snapshot of its last full page (`weft.carried.Carried`).
 
     Args:
         state: donated.
@@ -218,23 +217,23 @@ def admit(
             (`SamplingParams.for_request`).
         prompts: each request's token ids, which penalties count; EMBEDDED (-2) in place of an
             embedding.
-        generated: the tokens that each request generated before, if it starts again and reads them
-            after its prompt. None: no tokens.
+        generated: the tokens that each request generated before it was preempted, and now reads
+            again after its prompt. None: no tokens.
         positions: the number of tokens already in each request's pages; None: 0.
         adapters: the slot of each request's LoRA adapter, -1 for none (`weft.stages.adapters`);
             None: none.
         limits: the most tokens of each request, prompt included; None: as many as its row of the
-            block table holds. Only a state with `drafting` keeps them.
+            block table holds. Only a state with `drafting` stores the limits.
         mrope_position_deltas: in a model with mRoPE, the delta of each request whose prompt has
-            positions of its own (`weft.stages.attention.rope.mrope_position_delta`); None: 0.
-        extras: each request's own values for some of the state's `extras`; None: the defaults.
-        num_recomputed_tokens: the tokens already in each request's pages that it computes again
+            explicit positions (`weft.stages.attention.rope.mrope_position_delta`); None: 0.
+        extras: each request's values for some of the state's `extras`; None: the defaults.
+        num_recomputed_tokens: how many tokens already in each request's pages it computes again
             (`State.num_recomputed_tokens`); None: 0.
 
     Raises:
-        RequestError: lengths that differ; a row twice, or not of the state; a page that is not of
-            the state, or more pages than the table holds; a token that the model does not have; a
-            request that draws without a seed.
+        RequestError: the lengths differ; a row is listed twice or outside the state; a page is
+            outside the state, or a request has more pages than the table holds; the model does not
+            have a token; a request that draws has no seed.
     """
     count = len(rows)
     said = [()] * count if generated is None else generated
@@ -259,19 +258,21 @@ def admit(
     table = torch.zeros(count, state.block_table.shape[1], dtype=torch.int32)
     for row, entry in zip(table, pages, strict=True):
         row[: len(entry)] = torch.tensor(entry, dtype=torch.int32)
+    # All per-request numbers in one tensor, so that they take one copy to the device.
     columns = to_device(
         torch.tensor([list(rows), starts, slots, deltas, shared], dtype=torch.int64), device
     )
     index, begins, own_slots, own_deltas, own_found = columns
     state.block_table[index] = to_device(table, device)
     state.positions[index] = begins
-    # `[index] = 0` copies the 0 to the device, and waits for all of it
+    # Not `[index] = 0`: that copies the 0 to the device and waits for all work there.
     state.last_tokens.index_fill_(0, index, 0)
     state.adapters[index] = own_slots.to(torch.int32)
     state.mrope_position_deltas[index] = own_deltas
     if state.drafting is not None:
         state.drafting.admit(index, [[*a, *b] for a, b in zip(prompts, said, strict=True)], most)
     for name, values in state.extras.items():
+        # The row may have values of an earlier request.
         values[index] = values[-1].clone()
         if with_extra := [place for place, entry in enumerate(own_extras) if name in entry]:
             stacked = torch.stack([own_extras[place][name] for place in with_extra]).to(
@@ -320,9 +321,8 @@ def _check_admission(
 
 
 def _check_pages(call: str, state: State, more: Iterable[tuple[int, int, Sequence[int]]]) -> None:
-    """Raise RequestError for a row or a page that is not of the state, and for more pages than a
-    row of the table holds. For each request `more` has its row, the number of its pages, and the
-    pages to add."""
+    """Raise RequestError for a row or a page outside the state, and for more pages than a row of
+    the table holds. `more` is as in `grow`."""
     (num_rows, most), num_pages = state.block_table.shape, state.kv_pages.shape[2]
     for row, start, pages in more:
         outside = any(not 0 <= page < num_pages for page in pages)
@@ -341,11 +341,11 @@ def grow(state: State, more: Sequence[tuple[int, int, Sequence[int]]]) -> State:
 
     Args:
         state: donated.
-        more: for each request its row, the number of its pages, and the pages to add.
+        more: for each request, its row, the number of pages that it has, and the pages to add.
 
     Raises:
-        RequestError: a row or a page that is not of the state, or more pages than a row of the
-            table holds.
+        RequestError: a row or a page is outside the state, or a row of the table does not hold so
+            many pages.
     """
     _check_pages("grow(state, more)", state, more)
     places = [(row, start + i, page) for row, start, pages in more for i, page in enumerate(pages)]
@@ -358,14 +358,14 @@ def grow(state: State, more: Sequence[tuple[int, int, Sequence[int]]]) -> State:
 
 @donates("state")
 def copy_pages(state: State, sources: Sequence[int], targets: Sequence[int]) -> State:
-    """Copy pages of the KV cache in all layers, those of a draft model included.
+    """Copy pages of the KV cache in all layers, including the layers of a draft model.
 
     Args:
         state: donated.
         sources, targets: pages; no page is in both.
 
     Raises:
-        RequestError: a page that is in both, or not of the state.
+        RequestError: a page is in both, or outside the state.
     """
     num_pages = state.kv_pages.shape[2]
     both = set(sources) & set(targets)
@@ -392,8 +392,8 @@ def copy_pages(state: State, sources: Sequence[int], targets: Sequence[int]) -> 
 def resolve(state: State, batch: Batch) -> ResolvedBatch:
     """Fill in from the state what the batch leaves open, without a host read.
 
-    Each token finds its request by a search in `query_start_loc`; tokens after its end belong to no
-    request. On a GPU it is one kernel.
+    A search in `query_start_loc` finds each token's request; tokens after its end belong to no
+    request. On a GPU this is one kernel.
     """
     if state.drafting is None:
         limits = None
@@ -436,8 +436,8 @@ def resolve(state: State, batch: Batch) -> ResolvedBatch:
 def _written(
     batch: Batch, num_recomputed_tokens: Tensor, positions: Tensor, slots: Tensor, kv_pages: Tensor
 ) -> Tensor:
-    """The slot [num_tokens] that each token is written to: for a found token one of the last page,
-    which is scratch."""
+    """The slot [num_tokens] that each token is written to. A recomputed token goes to the last
+    page, which is scratch."""
     num_pages, page_size = kv_pages.shape[2:4]
     owner, _ = batch.owners()
     is_found = (slots >= 0) & (positions < num_recomputed_tokens[batch.rows][owner])
@@ -455,7 +455,7 @@ def _find_adapters(state: State, batch: Batch) -> tuple[Tensor | None, Tensor | 
     first = torch.ones_like(ordered, dtype=torch.bool)
     first[1:] = ordered[1:] != ordered[:-1]
     first &= ordered >= 0
-    # The last place is for the others
+    # Entries that repeat a slot, or have no adapter, share one extra place, which is cut off below.
     place = torch.where(first, first.cumsum(0) - 1, count).clamp(max=count)
     active = torch.full((count + 1,), -1, dtype=torch.int32, device=ordered.device).scatter(
         0, place, ordered
@@ -467,7 +467,7 @@ def _find_adapters(state: State, batch: Batch) -> tuple[Tensor | None, Tensor | 
 
 @donates("state")
 def advance(state: State, batch: Batch, out: Output | None) -> State:
-    """The state after a step: positions move on, and the sampled tokens become the last tokens and
+    """The state after a step: positions advance, and the sampled tokens become the last tokens and
     are counted.
 
     Every stage calls this with the same batch and the same tokens, so that all tables stay equal.
@@ -497,9 +497,10 @@ def advance(state: State, batch: Batch, out: Output | None) -> State:
 
 def _advance_verified(state: State, batch: Batch, out: Output, num_tokens: Tensor) -> State:
     """`advance` by the `num_tokens` [num_reqs] that each request keeps, rather than by the tokens
-    that were read. Keys and values of wrong drafts lie after its position, and are written over.
+    that were read. Keys and values of rejected drafts lie after the new position, where later steps
+    overwrite them.
 
-    A request with drafts has no penalties, so none of its several tokens has to be counted.
+    A request with drafts has no penalties, so its tokens after the first need not be counted.
     """
     starts = batch.query_start_loc
     rows = batch.rows
