@@ -1,7 +1,7 @@
-"""Model steps as pure functions on PyTorch: `graphify` makes them replay, `pipeline` makes them
-span devices.
+"""Model steps as pure functions on PyTorch: `graphify` captures and replays them, `pipeline` makes
+them span devices.
 
-Names are imported on first use, so that `import weft` costs what `import torch` does.
+Names are imported on first use, so that `import weft` takes no longer than `import torch`.
 `__init__.pyi` lists them.
 """
 
@@ -14,7 +14,7 @@ _load, __dir__, __all__ = attach_stub(__name__, __file__)
 
 __version__ = "0.1.0"
 
-# Other libraries' names for what weft has.
+# Names in other libraries, and their equivalents in weft.
 _MEANT = {
     "jit": "graphify",
     "compile": "graphify",

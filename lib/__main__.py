@@ -1,10 +1,11 @@
-"""`weft`, or `python -m weft`. It imports the commands where Ctrl-C is caught already."""
+"""The commands `weft` and `python -m weft`."""
 
 import sys
 
 
 def main() -> int:
     """Run one command and return its exit code (`weft.transforms.cli.main.main`)."""
+    # Imported inside the `try`, so that Ctrl-C during the slow import is caught too.
     try:
         from weft.transforms.cli.main import main as run
 

@@ -1,4 +1,4 @@
-"""`Blocks`: the `with` blocks of one kind that are around a call."""
+"""`Blocks`: tracks which `with` blocks of one kind are around a call."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,16 +21,17 @@ class _Block(Generic[T]):
 class Blocks(Generic[T]):
     """The `with` blocks of one kind around a call, in this thread.
 
-    Blocks may end in any order, and in another thread than they began in: those of generators do.
-    Such a block leaves the others as they are, and is in force nowhere once it has ended. (The
-    tokens of a context variable would bring back the value that was there when the block began.)
+    Blocks may end in any order, and in another thread than they began in, as those inside
+    generators do. Such a block does not affect the others, and is in force nowhere once it has
+    ended. (Resetting a context variable by its token would instead restore the value from when the
+    block began.)
     """
 
     def __init__(self, name: str) -> None:
         self._around: ContextVar[tuple[_Block[T], ...]] = ContextVar(name, default=())
         self.around = self._around.get
-        """The blocks around this call; some may have ended in another thread. Empty if there is
-        none: most calls are in none, and this tells it in C."""
+        """The blocks around this call, some of which may have ended in another thread. Most calls
+        are in no block: then it is empty, and only C code has run."""
 
     def values(self) -> tuple[T, ...]:
         """The values of the blocks around this call, outermost first."""

@@ -1,5 +1,5 @@
-"""Containers: those that are not pytrees, such as dataclasses and mappings, as trees of what they
-hold; and those that a function may change."""
+"""Containers that are not pytrees, such as dataclasses and mappings, as trees of what they hold;
+and the detection of containers that a function has changed."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -13,8 +13,8 @@ from weft.trees import node_fields, tree_leaves, tree_map
 
 
 def opened(tree: Any) -> Any:
-    """The tree with a dict in the place of every attrs class, dataclass and mapping in it that is
-    not a pytree.
+    """The tree with every attrs class, dataclass and mapping that is not a pytree replaced by a
+    dict.
 
     >>> from types import MappingProxyType
     >>> opened([MappingProxyType({"a": 1})])
@@ -32,7 +32,7 @@ def opened(tree: Any) -> Any:
 
 def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """Apply `fn` to every tensor in a tree, also in the containers that `opened` opens. These are
-    made anew by their class; a class that refuses the new values raises its own error."""
+    made anew by calling their class, which raises its own error if it refuses the new values."""
 
     def visit(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -48,8 +48,8 @@ def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 
 def _values(node: Any) -> dict[str, Any] | None:
-    """The values in a container, by the name of the argument that makes them; None for anything
-    else."""
+    """The values in a container, by the argument of its class that takes each; None for anything
+    that is not a container."""
     if isinstance(node, type):
         return None
     if attrs.has(type(node)):
@@ -74,8 +74,8 @@ Container = tuple[str, Any, list[Any]]
 
 
 def containers_in(arguments: Mapping[str, Any]) -> list[Container]:
-    """The containers in the arguments of a call, given by name, that can change: all but tuples and
-    frozen classes."""
+    """The mutable containers in the arguments of a call, given by name: all but tuples and frozen
+    classes."""
     return [
         container for name, value in arguments.items() for container in _containers(name, value)
     ]
@@ -111,7 +111,7 @@ def _children(node: Any) -> list[Any]:
 
 
 def changed_container(before: Iterable[Container]) -> str | None:
-    """The path of the first of these containers that holds other values now; None if none does."""
+    """The path of the first of these containers that has changed since; None if none has."""
     for path, node, children in before:
         now = _children(node)
         if len(now) != len(children) or any(x is not y for x, y in zip(now, children, strict=True)):

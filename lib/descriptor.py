@@ -1,5 +1,5 @@
-"""`BatchDescriptor`: the shape class of a batch, with the partial order `covers`; and the protocol
-of such a class."""
+"""`BatchDescriptor`: the shape class of a batch, with the partial order `covers`; and `Descriptor`,
+the protocol of such classes."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,9 +11,8 @@ from weft.arguments.checks import is_int
 from weft.display.tables import strip, text, titled
 from weft.errors import DescriptorError
 
-# The graphs in which attention can run: none; between two graphs, eagerly; inside a graph of a
-# decode with one token for each request; of any uniform decode; of any batch. Each includes those
-# before it.
+# Where attention can run: in no graph; eagerly between two graphs; inside the graph of a decode
+# with one token for each request; of any uniform decode; of any batch. Each includes those before.
 CAPABILITIES = ("none", "piecewise", "uniform_single_token", "uniform", "full")
 
 
@@ -22,15 +21,17 @@ _CHECK = "__weft_check_descriptor__"
 
 
 def declare_check(fn: F, check: Callable[[Any], None]) -> F:
-    """Declare what raises for the class of a batch that `fn` cannot take, and return `fn`. A graph
-    does not run Python, and one of a wider class may answer: so `graphify` calls the check for each
-    new class of batches itself."""
+    """Declare `check`, which raises for a class of batches that `fn` cannot take, and return `fn`.
+
+    `graphify` calls the check for each new class of batches, because a replay runs no Python and
+    the graph that answers may be of a wider class.
+    """
     vars(fn)[_CHECK] = check
     return fn
 
 
 def check_accepted(fn: Callable[..., Any], descriptor: Any) -> None:
-    """Raise what the check that `fn` declares raises for this class of a batch."""
+    """Call the check that `fn` declares, if any, on this class of batches."""
     check: Callable[[Any], None] | None = getattr(fn, _CHECK, None)
     if check is not None:
         check(descriptor)
@@ -41,9 +42,9 @@ class Descriptor(Protocol):
     """The protocol of a shape class: hashable, ordered by `covers`, with the size of each named
     axis of its batches as an int attribute.
 
-    An `@attrs.frozen` class of ints with a method `covers` follows it. A class that inherits from
-    it has `covers`: each size is at least the other's. A batch class has a field
-    `weft.descriptor_field()` for it. The example of `weft.axes` has both classes.
+    An `@attrs.frozen` class of ints with a method `covers` satisfies it. A class that inherits from
+    it gets a `covers` that compares each size. A batch class holds its descriptor in a field
+    `weft.descriptor_field()`; the example of `weft.axes` shows both classes.
 
     >>> @attrs.frozen
     ... class Resolution(Descriptor):
@@ -59,8 +60,8 @@ class Descriptor(Protocol):
         """Whether a batch of class `other`, padded, may run under this one. A partial order.
 
         Raises:
-            DescriptorError: it is inherited, and a descriptor has another class or an argument that
-                is not an int.
+            DescriptorError: (if inherited) the two have different classes, or an argument is not an
+                int.
         """
         sizes = _sizes_alone(self)
         if type(other) is not type(self):
@@ -77,8 +78,8 @@ class Descriptor(Protocol):
 
 
 def _sizes_alone(descriptor: Any) -> dict[str, int]:
-    """The sizes of a descriptor. Raises DescriptorError if it has none, or an argument that is not
-    one."""
+    """The sizes of a descriptor. Raises DescriptorError if it has none, or if an argument is not an
+    int."""
     arguments = arguments_of(descriptor)
     strange = [
         f"{name}={value!r:.40}, not a size"
@@ -99,8 +100,8 @@ def _sizes_alone(descriptor: Any) -> dict[str, int]:
 
 
 def arguments_of(descriptor: Any) -> dict[str, Any]:
-    """The arguments that made a descriptor, by name: those of an attrs class, a dataclass or a
-    named tuple, in order; of another class its attributes."""
+    """The arguments that made a descriptor, by name and in order; for a class that is no attrs
+    class, dataclass or named tuple, its public attributes."""
     names = argument_names(type(descriptor)) or [
         name for name in getattr(descriptor, "__dict__", ()) if not name.startswith("_")
     ]
@@ -108,8 +109,8 @@ def arguments_of(descriptor: Any) -> dict[str, Any]:
 
 
 def argument_names(kind: Any) -> tuple[str, ...]:
-    """The names of the arguments of an attrs class, a dataclass or a named tuple; nothing for
-    another class."""
+    """The names of the arguments of an attrs class, a dataclass or a named tuple; empty for any
+    other class."""
     if attrs.has(kind):
         return tuple(field.name for field in attrs.fields(kind) if field.init)
     if dataclasses.is_dataclass(kind):
@@ -134,18 +135,18 @@ class BatchDescriptor:
     """The immutable shape class of a batch of requests, and the memo key of its graph.
 
     Args:
-        num_tokens: tokens in the batch, all requests together.
-        num_reqs: requests in the batch.
-        query_len: tokens of *each* request in a uniform decode batch, so that `num_tokens ==
-            num_reqs * query_len`; None for a ragged batch (prefill, or prefill and decode mixed).
-            Equal shape is not equal class: a prefill of one token per request is ragged, because
-            its requests are not past their prefill.
-        num_active_loras: at least the number of LoRA adapters that the batch uses. Graphs differ by
-            it; those for 0 have none of the operators. The maker of the batch sets it, as
-            `query_len`; too small a number leaves adapters out.
+        num_tokens: the number of tokens in the batch, over all requests.
+        num_reqs: the number of requests in the batch.
+        query_len: the number of tokens of *each* request in a uniform decode batch, so that
+            `num_tokens == num_reqs * query_len`; None for a ragged batch (prefill, or prefill and
+            decode mixed). Batches of equal shape may differ in class: a prefill of one token per
+            request is ragged, because its requests are not past their prefill.
+        num_active_loras: an upper bound of the number of LoRA adapters that the batch uses. Each
+            number has its own graphs; graphs for 0 have no LoRA operators. Whoever makes the batch
+            sets it, like `query_len`; if it is too small, adapters are left out.
 
     Raises:
-        DescriptorError: the four contradict each other.
+        DescriptorError: the arguments contradict each other.
 
     >>> BatchDescriptor(num_tokens=8, num_reqs=8, query_len=1).covers(BatchDescriptor(5, 5, 1))
     True
@@ -167,7 +168,7 @@ class BatchDescriptor:
             raise DescriptorError(call, *fault)
 
     def _fault(self) -> tuple[str, str] | None:
-        """The contradiction between the fields, and what to write instead."""
+        """The first contradiction between the fields, and what to write instead."""
         num_tokens = self.num_tokens
         num_reqs = self.num_reqs
         query_len = self.query_len
@@ -194,7 +195,7 @@ class BatchDescriptor:
 
     @classmethod
     def uniform(cls, num_reqs: int, query_len: int = 1, num_active_loras: int = 0) -> Self:
-        """The class of a decode batch: `query_len` tokens of each of `num_reqs` requests, all past
+        """The class of a decode batch: `query_len` tokens for each of `num_reqs` requests, all past
         their prefill."""
         return cls(num_reqs * query_len, num_reqs, query_len, num_active_loras)
 
@@ -206,8 +207,8 @@ class BatchDescriptor:
     def covers(self, other: "BatchDescriptor") -> bool:
         """Whether a batch of class `other`, padded, may run under this one.
 
-        A ragged class takes any batch that fits in it; a uniform class takes only uniform batches
-        of its own query length, because a request cannot be padded with tokens of its own.
+        A ragged class takes any batch that fits; a uniform class takes only uniform batches of its
+        query length, because padding adds whole requests and cannot add tokens to a request.
         """
         fits = (
             self.num_tokens >= other.num_tokens

@@ -1,8 +1,8 @@
 """Donation: the callee takes an argument's storage, and weft refuses the old value from then on.
 
-Donation empties the fields of an object whose class is marked `donatable`: any later use of the
-object raises an error that names the taker, at no cost for live objects. A plain tensor cannot be
-emptied while its storage lives on; it is marked, and every weft transform refuses a marked tensor.
+Donation empties an object whose class is marked `donatable`: any later use of its fields raises an
+error that names the taker, and live objects pay nothing. A plain tensor cannot be emptied while its
+storage lives on. It is marked instead, and every weft transform refuses a marked tensor.
 """
 
 import functools
@@ -74,8 +74,8 @@ def donatable(cls: C) -> C:
         return alive(self)
 
     type.__setattr__(cls, "__repr__", described)
-    # Python calls __getattr__ only for names that normal look-up does not find: an emptied slot, or
-    # an unknown name.
+    # Python calls __getattr__ only when normal look-up fails, that is for an emptied slot or an
+    # unknown name. So live objects pay nothing.
     type.__setattr__(cls, "__getattr__", missing)
     type.__setattr__(cls, "_weft_donatable", True)
     return cls
@@ -89,20 +89,21 @@ def is_donatable(node: Any) -> bool:
 def donate(tree: T, *, to: str) -> T:
     """Move `tree`: the result holds the same storage, and weft refuses the old value.
 
-    Torch knows nothing of donation. It still reads a plain tensor that was donated, which holds
-    whatever the taker wrote. A value of a `donatable` class, such as `weft.State`, is emptied, so
-    that its fields raise.
+    Torch does not know about donation. It still reads a plain tensor that was donated, which now
+    holds whatever the taker wrote. A value of a `donatable` class, such as `weft.State`, is
+    emptied, so that reading its fields raises.
 
-    Only the tensor object that was donated bears the mark, and only arguments are looked at. Other
-    objects with its storage are not refused: views of it (`jvp` passes one), its `detach()`, and
-    the tensor itself where a function closes over it. So donate what nothing else names.
+    Only the donated tensor object is marked, and only arguments are checked. Other ways to its
+    storage are not refused: views of it (`jvp` passes one), its `detach()`, and the tensor itself
+    where a function closes over it. So donate only what nothing else refers to.
 
     Args:
         tree: any pytree; `donatable` nodes are emptied, plain tensors are marked.
         to: the taker, for the error message.
 
     Raises:
-        DonatedError: a value in it was donated before; then nothing is moved.
+        DonatedError: a value in the tree was donated before, or a tensor occurs in it twice. Then
+            nothing is moved.
     """
 
     tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
@@ -127,7 +128,7 @@ def donate(tree: T, *, to: str) -> T:
 
 
 def _named_twice(tree: Any) -> str:
-    """The first two places of a tensor that stands twice in a tree."""
+    """The problem of a tree in which a tensor occurs twice, with the first two places."""
     places: dict[int, str] = {}
     for name, leaf in leaves_with_names(tree):
         if isinstance(leaf, Tensor) and places.setdefault(id(leaf), name) != name:
@@ -158,14 +159,15 @@ def take_node(node: Any, to: str) -> None:
     """
     kind: Any = type(node)
     for name in class_fields(kind).names:
+        # Raises DonatedError if the node is empty already, where `__delattr__` would not say why.
         getattr(node, name)
         object.__delattr__(node, name)
     object.__setattr__(node, "_taken_by", to)
 
 
 def refuse_donated(value: Any, *, call: str) -> None:
-    """Raise if `value` is a tensor that was donated before, also where a transform of torch.func
-    wraps it."""
+    """Raise if `value` is a tensor that was donated before, even if a transform of torch.func wraps
+    it."""
     if isinstance(value, Tensor):
         taker = getattr(innermost(value), TAKEN, None)
     else:
@@ -176,8 +178,10 @@ def refuse_donated(value: Any, *, call: str) -> None:
 
 
 def refuse_donated_in(call: str, **arguments: Any) -> None:
-    """Raise if a tensor in one of these trees was donated before. Every transform that takes trees
-    of tensors calls it, except in torch.compile, which sees no marks.
+    """Raise if a tensor in one of these trees was donated before.
+
+    Every transform that takes trees of tensors calls it. In torch.compile, which sees no marks, it
+    does nothing.
 
     Args:
         call: the call of the transform, for the error message.
@@ -189,7 +193,7 @@ def refuse_donated_in(call: str, **arguments: Any) -> None:
     for name, tree in arguments.items():
         for index, leaf in enumerate(tree_leaves(tree)):
             if not isinstance(leaf, Tensor) or not (is_transformed or hasattr(leaf, TAKEN)):
-                continue  # as nearly every leaf, at a fifth of the price of the call below
+                continue  # nearly every leaf, in a fifth of the time of the call below
             try:
                 refuse_donated(leaf, call=call)
             except DonatedError as error:
@@ -201,9 +205,9 @@ def clone(tree: T) -> T:
     """Copy every tensor in `tree` into new storage. Donate the copy if you still need the old
     value.
 
-    Leaves that are one tensor, as tied weights are, are one tensor in the copy; leaves that share a
-    storage share a new one, as in `copy.deepcopy`. Where derivatives are followed, and in
-    `torch.compile`, the first holds alone.
+    Leaves that are the same tensor, such as tied weights, are the same tensor in the copy too.
+    Leaves that share a storage share a new one, as in `copy.deepcopy`, except where derivatives are
+    followed and in `torch.compile`.
 
     >>> import torch
     >>> weight = torch.ones(2, 3)
@@ -212,7 +216,7 @@ def clone(tree: T) -> T:
     (True, True)
 
     Raises:
-        DonatedError: a tensor was donated before, so that its values are new ones.
+        DonatedError: a tensor was donated before, so its values may have been overwritten.
     """
     leaves, structure = tree_flatten(tree)
     refuse_donated_in("weft.clone(tree)", tree=tree)
@@ -226,9 +230,9 @@ def clone(tree: T) -> T:
 
 
 def _by_storage(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Different tensors in groups that share a storage. A tensor whose memory is not a strided view
-    of a storage, or whose derivatives are followed, is a group by itself; so is each where
-    torch.compile traces, which sees no storages.
+    """Different tensors in groups that share a storage. A tensor is a group by itself if its memory
+    is not a strided view of a storage, if its derivatives are followed, or if torch.compile, which
+    sees no storages, is tracing.
     """
     if torch.compiler.is_compiling():
         return [[tensor] for tensor in tensors]
@@ -241,18 +245,19 @@ def _by_storage(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
 
 
 def _cloned_together(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies of tensors of one storage: views of one copy of the bytes between the first element
-    and the last."""
+    """Copies of tensors that share a storage: views of one copy of the bytes from their first
+    element to their last."""
     filled = [tensor for tensor in tensors if tensor.numel()]
     if len(filled) < 2:
         return [tensor.clone() for tensor in tensors]
     spans = {id(tensor): _span(tensor) for tensor in filled}
     start = min(first for first, _ in spans.values()) // _ALIGNMENT * _ALIGNMENT
     end = max(last for _, last in spans.values())
-    # In the smallest dtype the span is a whole number of elements, whatever the others are.
+    # In the smallest dtype the span is a whole number of elements, whatever the other dtypes are.
     narrow = min(filled, key=lambda tensor: tensor.itemsize)
     size = narrow.itemsize
-    plain = seen_as(narrow, narrow)  # which takes its lazy flags off
+    # Seen with its own flags a second time, a conjugate or negative view is plain again.
+    plain = seen_as(narrow, narrow)
     data = plain.as_strided(((end - start) // size,), (1,), start // size).clone().view(torch.uint8)
 
     def copied(tensor: Tensor) -> Tensor:
@@ -267,12 +272,13 @@ def _cloned_together(tensors: list[Tensor]) -> list[Tensor]:
     return [copied(tensor) for tensor in tensors]
 
 
-# The bytes of the widest element.
+# The bytes of the widest element (complex128). A copy that starts at a multiple of it keeps every
+# element aligned.
 _ALIGNMENT = 16
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and the one after its last."""
+    """The offset of a tensor's first byte in its storage, and of the byte after its last."""
     last = int(
         sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     )
@@ -290,8 +296,8 @@ def donates(*argnames: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         argnames: arguments of the function, by name.
 
     Raises:
-        ArgumentError: a name that is not an argument of the function; DonatedError, at a call: a
-            value that was donated before.
+        ArgumentError: a name is not an argument of the function.
+        DonatedError: (at a call) a value was donated before.
 
     >>> import torch
     >>> @donates("state")
@@ -333,7 +339,7 @@ def donates(*argnames: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
         @functools.wraps(fn)
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-            # As in nearly every call
+            # In nearly every call all arguments are positional, which saves the slow `bind`.
             in_order = has_plain_names and len(args) == len(names) and not kwargs
             if in_order:
                 bound = None
@@ -346,6 +352,7 @@ def donates(*argnames: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             for argname in argnames:
                 if argname in values:
                     values[argname] = donate(values[argname], to=f"{wrapped.__name__}({argname})")
+            # `donate` rebuilds dicts and lists, so what the body puts into them would be lost.
             taken = containers_in({name: values[name] for name in argnames if name in values})
             if bound is None:
                 result = body(*values.values())
@@ -367,7 +374,7 @@ def donates(*argnames: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def declare_donated(fn: F, argnames: Iterable[str]) -> F:
-    """Declare that `fn` donates these arguments; returns `fn` itself."""
+    """Declare that `fn` donates these arguments, and return `fn`."""
     vars(fn)["__weft_donates__"] = tuple(dict.fromkeys(argnames))
     return fn
 

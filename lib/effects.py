@@ -1,5 +1,5 @@
-"""Effects of a pipeline as data: the runs, sends and receives of a rank, in order. They print, and
-parse back.
+"""Effects of a pipeline as data: the runs, sends and receives of a rank, in order. They print as
+text that parses back.
 
 rank 0 of 2
   run stage 0 [mb 0]
@@ -72,7 +72,7 @@ class Run:
 
     @property
     def stage(self) -> int | None:
-        """The number of the stage; None where something else runs."""
+        """The number of the stage; None if `what` is not a stage."""
         return _number_of(self.what)
 
     def __str__(self) -> str:
@@ -89,14 +89,14 @@ def _number_of(what: str) -> int | None:
 
 @attrs.frozen
 class Send:
-    """Start to send a stage's result for `microbatch` to rank `to`. Its buffer is in use until a
-    fence.
+    """Start to send a stage's result for `microbatch` to rank `to`. Its buffer is in use until the
+    `Fence`.
 
     Args:
         to, microbatch: the receiver, and the micro-batch.
-        schema: of the result, if it was declared.
-        stage: whose result it is, on a rank that runs several stages; None: the stage that has the
-            sender's number.
+        schema: the schema of the result, if it was declared.
+        stage: the stage whose result it is, on a rank that runs several stages; None: the stage
+            with the sender's number.
     """
 
     to: int
@@ -116,8 +116,9 @@ class Recv:
 
     Args:
         source, microbatch: the sender, and the micro-batch.
-        schema: of the result, if it was declared.
-        stage: whose result it is, as the `Send` says; None: the stage that has the sender's number.
+        schema: the schema of the result, if it was declared.
+        stage: the stage whose result it is, as in the `Send`; None: the stage with the sender's
+            number.
     """
 
     source: int
@@ -134,9 +135,11 @@ class Recv:
 
 @attrs.frozen
 class Broadcast:
-    """Pass the last stage's output for `microbatch` from rank `root` to all ranks, or to `ranks`:
-    `root` starts to send it, the others wait for it. Not a barrier. `schema` is that of the output,
-    if it was declared."""
+    """Pass the last stage's output for `microbatch` from rank `root` to all ranks, or to `ranks`.
+
+    `root` starts to send it, the others wait for it; it is not a barrier. `schema` is the schema of
+    the output, if it was declared.
+    """
 
     root: int
     microbatch: int
@@ -153,7 +156,7 @@ class Broadcast:
 
 @attrs.frozen
 class Fence:
-    """Wait until everything that this rank sent for `microbatch` has left its buffer, which may
+    """Wait until everything that this rank sends for `microbatch` has left its buffer, which may
     then be overwritten."""
 
     microbatch: int
@@ -220,8 +223,8 @@ class Program:
     Args:
         rank, num_ranks: the rank, and the number of ranks.
         effects: the effects, in order.
-        classes: the class of each micro-batch, as its descriptor prints; empty if the schedule is
-            for any class.
+        classes: the class of each micro-batch, as its descriptor prints; empty if the schedule
+            serves any class.
     """
 
     rank: int
@@ -240,8 +243,7 @@ class Program:
 
     @classmethod
     def parse(cls, text: str) -> "Program":
-        """The inverse of `str`. For the listings of all ranks, one below the other, use
-        `parse_listing`."""
+        """The inverse of `str`. To parse the listing of all ranks, use `parse_listing`."""
         title, *lines = [line for line in text.splitlines() if line.strip()] or [""]
         match = read_form(_TITLE, title, "Program.parse(...)", f"a first line {title!r}")
         another = next((line for line in lines if _is_title(line)), None)
@@ -271,12 +273,12 @@ def _is_title(line: str) -> bool:
 
 
 def listing(programs: Sequence[Program]) -> str:
-    """All ranks' programs, one below the other."""
+    """The text of all ranks' programs, one below the other."""
     return "\n".join(map(str, programs))
 
 
 def programs_html(programs: Sequence[Program]) -> str:
-    """All ranks' programs side by side, for a notebook: each line after the number of its
+    """All ranks' programs side by side, for a notebook; each line begins with the number of its
     micro-batch."""
     cells = [
         [(e.microbatch, str(e).replace(f" [mb {e.microbatch}]", "")) for e in p.effects]
@@ -293,7 +295,7 @@ def parse_listing(text: str) -> tuple[Program, ...]:
         text: the text that a pipeline prints, edited or not.
 
     Raises:
-        ProgramError: a line that is not an effect.
+        ProgramError: a line is not an effect.
 
     >>> [len(program.effects) for program in parse_listing("rank 0 of 2\\n  run stage 0 [mb 0]\\nrank 1 of 2")]
     [1, 0]

@@ -1,7 +1,7 @@
-"""Every exception that weft raises, with the call as written, what was seen, and what to write
-instead; warnings."""
+"""The exceptions that weft raises, each with the call as written, what was seen, and what to write
+instead; and its warnings."""
 
-# The most characters of a call in an error's text; the middle of a longer one is left out.
+# The most characters of a call in an error's text; of a longer one, the middle is left out.
 _LONGEST = 400
 
 
@@ -10,7 +10,7 @@ class WeftError(Exception):
 
     Args:
         call: the call as the user wrote it, values included.
-        problem: what was found, with the offending values.
+        problem: what weft saw, with the offending values.
         instead: what to write or do instead.
 
     >>> raise ConfigError("weft.load('m')", "config.json has hidden_act='gelu'", "use a model with hidden_act='silu'")
@@ -40,7 +40,8 @@ class ArgumentError(WeftError, TypeError):
 
 
 class DescriptorError(WeftError, ValueError):
-    """A batch or a descriptor that contradicts itself, or that does not cover what it should."""
+    """A batch or descriptor that contradicts itself, or a descriptor that does not cover a batch that
+    it should."""
 
 
 class TreeError(WeftError, TypeError):
@@ -52,16 +53,16 @@ class DonatedError(WeftError, RuntimeError):
 
 
 class CaptureError(WeftError, RuntimeError):
-    """A function that cannot be captured: it reads the host, branches on data, or writes what it
-    does not own."""
+    """A function that cannot be captured: it reads tensors on the host, branches on data, or writes
+    what it does not own."""
 
 
 class CacheMissError(WeftError, RuntimeError):
-    """A call to a frozen graphified function that would have to capture."""
+    """A call to a frozen graphified function that would need a new capture."""
 
 
 class VerificationError(WeftError, AssertionError):
-    """A replay that differs from the function itself, found by `graphify(..., verify=n)`."""
+    """A replay whose result differs from the function's, detected by `graphify(..., verify=n)`."""
 
 
 class DerivativeError(WeftError, NotImplementedError):
@@ -69,7 +70,7 @@ class DerivativeError(WeftError, NotImplementedError):
 
 
 class TooManyCapturesError(WeftError, AssertionError):
-    """A capture inside `weft.assert_max_captures(n)` that is one too many."""
+    """A capture beyond the n that `weft.assert_max_captures(n)` allows."""
 
 
 class StaleResultError(WeftError, RuntimeError):
@@ -77,8 +78,8 @@ class StaleResultError(WeftError, RuntimeError):
 
 
 class ConfigError(WeftError, ValueError):
-    """A model configuration with a field that weft does not support, or, if it is read strictly,
-    does not know."""
+    """A model configuration with a field that weft does not support, or, in strict mode, does not
+    know."""
 
 
 class ConfigWarning(UserWarning):
@@ -86,19 +87,19 @@ class ConfigWarning(UserWarning):
 
 
 class LoweredModeWarning(UserWarning):
-    """A graph mode in which the attention cannot run, and which was lowered. To have an error
+    """A graph mode that was lowered because the attention cannot run in it. To get an error
     instead: `warnings.simplefilter("error", weft.errors.LoweredModeWarning)`."""
 
 
 class CheckpointError(WeftError, ValueError):
-    """A checkpoint whose tensors are damaged, missing, or of a shape that the configuration
-    contradicts."""
+    """A checkpoint whose tensors are damaged or missing, or whose shapes contradict the
+    configuration."""
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """A checkpoint folder, or a file that its index names, that is not there."""
+    """A checkpoint folder, or a file named in its index, that does not exist."""
 
-    # OSError would print its errno form of the three arguments.
+    # OSError's own `__str__` would take the three arguments for errno, message and file name.
     __str__ = WeftError.__str__
 
 
@@ -107,7 +108,7 @@ class RequestError(WeftError, ValueError):
 
 
 class LogitsError(WeftError, ArithmeticError):
-    """Logits that are NaN: the error of a request that ends because of them."""
+    """A request that ended because its logits are NaN."""
 
 
 class EngineError(WeftError, RuntimeError):
@@ -119,26 +120,26 @@ class CostError(WeftError, ValueError):
 
 
 class CheckError(WeftError, ValueError):
-    """A check of laws, or of an equivalence, with arguments that would test nothing."""
+    """A check of laws or of an equivalence, with arguments under which it would test nothing."""
 
 
 class ProgramError(WeftError, ValueError):
-    """A pipeline program that could not be built, or that the check refused."""
+    """A pipeline program that could not be built, or that failed its check."""
 
 
 class MeshError(WeftError, ValueError):
-    """A mesh, a placement or a collective that contradicts the others, or the tensors that it is
-    for."""
+    """A mesh, placement or collective that contradicts another one, or the tensors that it is used
+    with."""
 
 
 class RankError(WeftError, RuntimeError):
     """A rank of a pipeline that raised, exited or stalled, as seen by the others.
 
     Args:
-        call, seen, instead: as for any WeftError.
+        call, problem, instead: as for any WeftError.
         rank: the rank that failed.
         instruction: the effect that it was about to perform, as its program prints it.
-        cause: the error there.
+        cause: the error on that rank.
     """
 
     def __init__(
@@ -157,8 +158,8 @@ class RankError(WeftError, RuntimeError):
 
 
 class MissingPackageError(WeftError, ImportError):
-    """An optional package that is needed, and not installed."""
+    """An optional package that is needed but not installed."""
 
 
 class DeviceError(WeftError, RuntimeError):
-    """A device or a back end that this machine does not have."""
+    """A device or backend that this machine does not have."""

@@ -1,13 +1,12 @@
-"""The packages that weft imports only where they are installed, and the command that installs them.
+"""The optional packages of weft, and the command that installs them.
 
-The command names these packages, and not weft with an extra. The package index has no weft of ours:
-who asks it for that name gets the project of somebody else, and a name that nobody has registered
-can be anybody's tomorrow.
+The command names these packages rather than `weft[extra]`, because this weft is not on the package
+index: there the name belongs to somebody else's project, or could be registered by anybody.
 """
 
 import sys
 
-# The requirements of each extra of `pyproject.toml` whose absence an error reports.
+# For each extra of `pyproject.toml` whose absence an error reports, its requirements.
 EXTRAS = {
     "cuda": ("triton>=3.6",),
     "serve": (

@@ -1,12 +1,12 @@
 """What Python objects hold: the tensors in plain objects, and what a run changes in them.
 
-A capture runs Python code once. So what the code keeps in an attribute, in an entry of a dict or in
-a nonlocal is frozen, however deep it lies: transformers' caches count tokens in the attributes of
-objects in a list of an object. `places_of_tensors` finds tensors there, so that they can be given
-and taken back like buffers. A `Snapshot` holds all that is reachable from some roots, finds what a
-run has changed, and puts it back.
+A capture runs Python code once. So whatever the code keeps in an attribute, a dict entry or a
+nonlocal variable is frozen, however deeply nested: transformers' caches count tokens in attributes
+of objects in a list of an object. `places_of_tensors` finds tensors there, so that they can be
+passed in and out like buffers. A `Snapshot` records everything reachable from some roots, finds
+what a run has changed, and restores it.
 
-Not entered: objects of torch, of weft and of the standard library (but for its containers),
+The search does not enter objects of torch, weft and the standard library (except its containers),
 iterators, and objects implemented in C.
 """
 
@@ -33,13 +33,13 @@ _PLAIN = (int, float, complex, str, bytes, type(None))
 
 @attrs.frozen
 class Step:
-    """The way from an owner to something that it holds.
+    """One step from an owner to something that it holds.
 
     Args:
-        kind: an attribute; one that is fixed; an item of a dict, list or deque; an element of a
-            tuple; a nonlocal of a function; an attribute of the owner's class.
+        kind: an attribute; a read-only attribute (`fixed`); an item of a dict, list or deque; an
+            element of a tuple; a nonlocal of a function; an attribute of the owner's class.
         key: its name, key or index.
-        owner: the name of the class, for an attribute of one.
+        owner: the name of the class, if the kind is `class`.
     """
 
     kind: Literal["attribute", "fixed", "item", "element", "nonlocal", "class"]
@@ -71,8 +71,8 @@ def members(owner: Any, registered: Set[int] = frozenset()) -> Members | None:
 
     Args:
         owner: any object.
-        registered: the ids of modules whose parameters, buffers and parts are left out, because
-            they are known.
+        registered: the ids of modules whose parameters, buffers and submodules are left out,
+            because the caller knows them.
     """
     if isinstance(owner, nn.Module):
         return [*_of_module(owner, id(owner) in registered), *_of_class(_kind(owner))]
@@ -103,7 +103,7 @@ def members(owner: Any, registered: Set[int] = frozenset()) -> Members | None:
 
 
 def _of_module(module: nn.Module, is_registered: bool) -> Iterator[tuple[Step, Any]]:
-    """The attributes of a module, without those that torch's own modules keep for themselves."""
+    """The attributes of a module, without the private ones of torch's modules."""
     private_prefix = "_" if _is_of_torch(type(module)) else ()
     for name, value in vars(module).items():
         if name in _MEMBERS:
@@ -114,12 +114,12 @@ def _of_module(module: nn.Module, is_registered: bool) -> Iterator[tuple[Step, A
 
 
 def is_plain_object(value: Any) -> bool:
-    """Whether a value is an object that is entered for its attributes, and no module."""
+    """Whether a value is an object that is entered for its attributes, and not a module or class."""
     return _is_plain_object(_kind(value)) and not isinstance(value, nn.Module | type)
 
 
 def _kind(value: Any) -> Any:
-    """The class of a value, which a cached function takes."""
+    """The class of a value, typed so that a cached function takes it."""
     return type(value)
 
 
@@ -147,7 +147,7 @@ def _is_plain_object(kind: Any) -> bool:
 
 @functools.cache
 def _slots(kind: Any) -> tuple[str, ...]:
-    """The names of a class's slots."""
+    """The names of a class's slots, including those of its bases."""
     names = [name for base in kind.__mro__ for name, value in vars(base).items() if _is_slot(value)]
     return tuple(dict.fromkeys(names))
 
@@ -165,7 +165,7 @@ def attributes(owner: Any) -> Iterator[tuple[str, Any]]:
     for name in _slots(_kind(owner)):
         try:
             yield name, object.__getattribute__(owner, name)
-        except AttributeError:  # a slot that is empty
+        except AttributeError:  # an empty slot
             continue
 
 
@@ -177,7 +177,7 @@ def _classes_with_values(kind: Any) -> tuple[type, ...]:
 
 
 def _of_class(kind: Any) -> Iterator[tuple[Step, Any]]:
-    """The values that the classes of an object hold, for all of their objects."""
+    """The values in the attributes of an object's classes, which all objects of a class share."""
     for base in _classes_with_values(kind):
         for name, value in vars(base).items():
             if isinstance(value, (*_PLAIN, list, dict, set)) and not name.startswith("__"):
@@ -190,7 +190,7 @@ def _of_function(function: types.FunctionType) -> Members:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             nonlocals.append((Step("nonlocal", name), cell.cell_contents))
-        except ValueError:  # a cell that is empty
+        except ValueError:  # an empty cell
             continue
     return [
         *nonlocals,
@@ -199,7 +199,7 @@ def _of_function(function: types.FunctionType) -> Members:
 
 
 def _get(owner: Any, step: Step) -> Any:
-    """What lies at a step. Raises LookupError or AttributeError if nothing does."""
+    """What lies at a step. Raises LookupError or AttributeError if there is nothing."""
     if step.kind == "attribute" and step.key in getattr(owner, "__dict__", {}):
         return vars(owner)[step.key]
     if step.kind in ("attribute", "fixed"):
@@ -217,9 +217,8 @@ def _put(owner: Any, step: Step, value: Any) -> None:
         and hasattr(owner, "__dict__")
         and step.key not in _slots(_kind(owner))
     ):
-        vars(owner)[step.key] = (
-            value  # and not setattr, which a module and a frozen class define anew
-        )
+        # Not `setattr`, which modules and frozen classes override.
+        vars(owner)[step.key] = value
     elif step.kind == "attribute":
         object.__setattr__(owner, step.key, value)
     elif step.kind == "nonlocal":
@@ -256,11 +255,12 @@ class Place:
     path: str
 
     def get(self) -> Any:
-        """What lies there. Raises LookupError or AttributeError if the way is no longer there."""
+        """What lies there now. Raises LookupError or AttributeError if a step leads nowhere."""
         return self._at(len(self.steps))
 
     def put(self, value: Any) -> None:
-        """Put a value there; a tuple on the way is made anew."""
+        """Put a value there; a tuple on the way is replaced."""
+        # From the innermost owner outwards, until one can be changed in place.
         for depth in range(len(self.steps) - 1, -1, -1):
             owner = self._at(depth)
             step = self.steps[depth]
@@ -288,15 +288,16 @@ class Place:
 def places_of_tensors(
     roots: Mapping[str, Any], registered: Set[int]
 ) -> list[tuple[Tensor, list[Place]]]:
-    """The tensors that plain objects hold, also in containers inside of them, each with all places
+    """The tensors that plain objects hold, also in containers inside them, each with all places
     that hold it.
 
-    Left out are parameters, tensors of a subclass, those that autograd trains, what modules alone
-    hold, and what lies where no other value can be put: among the arguments of a partial function.
+    It leaves out parameters, tensors of a subclass, leaves that require a gradient, tensors that
+    only modules hold, and tensors in places that cannot be assigned, such as the arguments of a
+    partial function.
 
     Args:
         roots: the modules from which the objects are reached, by path.
-        registered: the ids of the modules whose own members are known.
+        registered: the ids of the modules whose parameters, buffers and submodules are known.
     """
     tensors: dict[int, Tensor] = {}
     places: dict[int, list[Place]] = {}
@@ -318,16 +319,17 @@ def places_of_tensors(
 def reachable_tensors(
     roots: Mapping[str, Any], registered: Set[int]
 ) -> Iterator[tuple[Place, Tensor, bool]]:
-    """Every place of a tensor that is reached from some roots, the tensor, and whether a plain
+    """Every place of a tensor that is reachable from some roots, the tensor, and whether a plain
     object is on the way.
 
     Args:
         roots: the modules from which the objects are reached, by path.
-        registered: the ids of the modules whose own members are known.
+        registered: the ids of the modules whose parameters, buffers and submodules are known.
     """
     start: list[tuple[str, Any, Any, tuple[Step, ...], bool]]
     start = [(path, root, root, (), False) for path, root in roots.items()]
     stack = start[::-1]
+    # A value is visited once below plain objects and once outside of them: the answer differs.
     visited = set[tuple[int, bool]]()
     while stack:
         path, value, root, steps, in_object = stack.pop()
@@ -339,14 +341,15 @@ def reachable_tensors(
         visited.add((id(value), in_object))
         is_module = isinstance(value, nn.Module)
         if is_module and steps and id(value) in registered:
-            continue  # it is a root itself
+            continue  # it is a root itself, under its own path
         inside = (in_object or _is_plain_object(_kind(value))) and not is_module
         for step, member in reversed(members(value, registered) or ()):
             stack.append((step.after(path), member, root, (*steps, step), inside))
 
 
 def _is_fixed(steps: tuple[Step, ...]) -> bool:
-    """Whether no other value can be put at the end of the steps."""
+    """Whether no other value can be put at the end of the steps. A tuple can be replaced in its
+    owner, so the last step that is not into a tuple decides."""
     depth = len(steps) - 1
     while steps[depth].kind == "element":
         depth -= 1
@@ -362,7 +365,7 @@ class Change:
     after: Any
 
     def __str__(self) -> str:
-        """What changed, and from what to what, after a subject such as `n of the module `."""
+        """The change as a predicate, to follow a subject such as `n of the module `."""
         if all(
             isinstance(value, _PLAIN) and len(repr(value)) < 40
             for value in (self.before, self.after)
@@ -379,11 +382,12 @@ _ABSENT = _Absent()
 
 
 class Snapshot:
-    """What is reachable from some roots, as it is now.
+    """Everything reachable from some roots, as it is when the snapshot is taken.
 
     Args:
         roots: objects, by path.
-        registered: the ids of the modules among them whose parameters, buffers and parts are known.
+        registered: the ids of the modules among them whose parameters, buffers and submodules are
+            known.
     """
 
     def __init__(self, roots: Mapping[str, Any], registered: Set[int] = frozenset()) -> None:
@@ -412,8 +416,8 @@ class Snapshot:
         return len(self._contents) + sum(len(inside) for _, inside in self._members.values())
 
     def is_unchanged(self) -> bool:
-        """Whether all members are the same objects as then, and the contents the same: a quick
-        look, for which an equal value is a change."""
+        """Whether all members are still the same objects, with the same contents. It is a quick
+        check, which takes an equal but different object for a change."""
         for value, before in self._members.values():
             now = members(value, self._registered) or []
             if len(now) != len(before) or any(
@@ -429,11 +433,11 @@ class Snapshot:
         )
 
     def changes(self, state: Set[int] = frozenset()) -> Iterator[Change]:
-        """What has changed since, in the order of the roots.
+        """What has changed since the snapshot, in the order of the roots.
 
         Args:
-            state: the ids of tensors that may be replaced by others, because both are part of a
-                state.
+            state: the ids of tensors that are part of a state, and so may be replaced by its next
+                tensors.
         """
         stack = [(path, root, root) for path, root in reversed(self._roots.items())]
         visited = set[tuple[int, int]]()
@@ -467,7 +471,7 @@ class Snapshot:
                 ]
 
     def restore(self) -> None:
-        """Put back what has changed."""
+        """Restore everything that has changed."""
         for value, before in self._members.values():
             now = members(value, self._registered) or []
             if len(now) == len(before) and all(
@@ -483,7 +487,7 @@ class Snapshot:
 
 
 def _paired(before: Members, now: Members) -> list[tuple[Step, Any, Any]]:
-    """(step, member before, member now) for each step of either."""
+    """(step, member before, member now) for each step in either; `_ABSENT` for a missing member."""
     old_members = dict(before)
     new_members = dict(now)
     steps = [*old_members, *(step for step in new_members if step not in old_members)]
@@ -493,7 +497,8 @@ def _paired(before: Members, now: Members) -> list[tuple[Step, Any, Any]]:
 
 
 def _restore(value: Any, now: Members, before: Members) -> None:
-    """Give an object the members that it had."""
+    """Give an object back the members that it had."""
+    # Items are left for below: refilling the container restores their order too.
     for step, member, after in _paired(before, now):
         if step.kind in ("item", "element", "fixed") or member is after:
             continue
@@ -512,7 +517,7 @@ def _restore(value: Any, now: Members, before: Members) -> None:
 
 @attrs.frozen(eq=False)
 class _Contents:
-    """How the contents of a mutable object that has no members are copied, compared and put back."""
+    """How to copy, restore and compare the contents of a mutable object that has no members."""
 
     get: Callable[[Any], Any]
     put: Callable[[Any, Any], Any]
@@ -564,13 +569,13 @@ _NUMPY_RANDOM_STATE = _Contents(
 
 
 def is_refillable(value: Any) -> bool:
-    """Whether an object has contents that may change, and that are no members: a set, an array, a
-    random generator."""
+    """Whether an object has mutable contents that are not members: a set, an array, a random
+    generator."""
     return _contents_handle(value) is not None
 
 
 def _contents_handle(value: Any) -> _Contents | None:
-    """How the contents of this object are handled; None if it has members, or cannot change."""
+    """How to handle the contents of this object; None if it has members or cannot change."""
     kind = type(value)
     if issubclass(kind, set):
         return _SET
@@ -583,6 +588,7 @@ def _contents_handle(value: Any) -> _Contents | None:
     if kind.__module__.partition(".")[0] != "numpy":
         return None
     if kind.__name__ == "ndarray":
+        # `tobytes` of an array of objects gives their addresses, not their values.
         if value.dtype.hasobject:
             return None
         return _NUMPY_ARRAY
@@ -590,18 +596,19 @@ def _contents_handle(value: Any) -> _Contents | None:
 
 
 def _is_equal(was: Any, now: Any) -> bool:
-    """Whether one value can stand for another: the same object, or an equal value of a class that
-    compares values."""
+    """Whether one value can stand in for the other: it is the same object, or equal and of a class
+    that compares by value."""
     if was is now:
         return True
     if type(was) is not type(now) or isinstance(was, Tensor):
         return False
     try:
+        # `value_key`, because `==` takes 0.0 and -0.0 for equal, even inside containers.
         return bool(value_key(was) == value_key(now))
     except Exception:  # a class whose objects cannot be compared
         return False
 
 
 def _is_next(was: Any, now: Any, state: Set[int]) -> bool:
-    """Whether a tensor is the next value of one that is part of the state."""
+    """Whether a tensor was part of the state, and another one has replaced it."""
     return isinstance(was, Tensor) and type(now) is Tensor and id(was) in state

@@ -1,5 +1,4 @@
-"""Padding: a tree of sized values of one class, written under a descriptor that covers it; and its
-inverse."""
+"""Padding of a tree of sized values to a descriptor that covers them, and its inverse."""
 
 from typing import Any, TypeVar
 
@@ -26,12 +25,12 @@ def padded_shape(value: Tensor, spec: Axes, descriptor: Any) -> tuple[int, ...]:
 
 
 def write_padded(target: Tensor, value: Tensor, spec: Axes) -> None:
-    """Write `value` into the leading corner of `target`, and the padding of `spec` into all the
-    rest.
+    """Write `value` into the leading corner of `target`, and the padding of `spec` into the rest.
 
-    It overwrites all of `target`, so it also fills a replay's input buffers.
+    It overwrites all of `target`, so it can also refill the input buffers of a replay.
     """
     corner = target[tuple(slice(size) for size in value.shape)]
+    # The padding goes over all of `target` first: one fill instead of one for each dimension.
     if target.shape != value.shape:
         if isinstance(spec.pad, str):
             target.copy_(last_entry(value, spec))
@@ -41,8 +40,8 @@ def write_padded(target: Tensor, value: Tensor, spec: Axes) -> None:
 
 
 def last_entry(value: Tensor, spec: Axes) -> Tensor:
-    """The last entry of `value` along the dimensions that are padded, so that it broadcasts; 0 if
-    it is empty."""
+    """The last entry of `value` along the padded dimensions, in a shape that broadcasts; 0 if
+    `value` is empty."""
     if value.numel() == 0:
         return value.new_zeros((1,) * value.dim())
     return value[tuple(slice(-1 if spec.name(dim) else 0, None) for dim in range(value.dim()))]
@@ -57,12 +56,12 @@ def pad(tree: T, descriptor: Any) -> T:
         descriptor: must cover the descriptor of each batch in the tree.
 
     Returns:
-        A new tree; a tensor that already has its size is passed on, not copied.
+        A new tree; a tensor that already has its size is not copied.
 
     Raises:
         DescriptorError: the descriptor does not cover a batch, or a tensor is larger than it
             allows.
-        DonatedError: a tensor was donated before.
+        DonatedError: a tensor was donated.
 
     >>> from weft.batch import Batch
     >>> from weft.descriptor import BatchDescriptor
@@ -111,11 +110,12 @@ def pad(tree: T, descriptor: Any) -> T:
 
 
 def grow(value: Tensor, spec: Axes, descriptor: Any) -> Tensor:
-    """One tensor that `pad` returns, under a descriptor that covers it."""
+    """Pad one tensor to a descriptor that covers it, as `pad` does."""
     shape = padded_shape(value, spec, descriptor)
     if shape == value.shape:
         return value
-    if not isinstance(spec.pad, str):  # one operator on the host, where steps are padded
+    if not isinstance(spec.pad, str):
+        # One operator instead of the several of `write_padded`: the host pads each step.
         more = [size - old for old, size in zip(value.shape, shape, strict=True)]
         return torch.constant_pad_nd(
             value, [end for last in reversed(more) for end in (0, last)], spec.pad
@@ -126,8 +126,9 @@ def grow(value: Tensor, spec: Axes, descriptor: Any) -> Tensor:
 
 
 def unpad(tree: T, descriptor: Any) -> T:
-    """Cut every sized value in `tree` down to `descriptor`: the inverse of `pad`. It reads a padded
-    result.
+    """Cut every sized value in `tree` down to `descriptor`: the inverse of `pad`.
+
+    Use it to read a padded result.
 
     Args:
         tree: any tree that holds sized values.
@@ -138,7 +139,7 @@ def unpad(tree: T, descriptor: Any) -> T:
 
     Raises:
         DescriptorError: a value is smaller than the descriptor says.
-        DonatedError: a tensor was donated before.
+        DonatedError: a tensor was donated.
     """
 
     call = f"weft.unpad({type(tree).__name__}, {descriptor})"
@@ -148,7 +149,7 @@ def unpad(tree: T, descriptor: Any) -> T:
 
 
 def cut(value: Tensor, spec: Axes, descriptor: Any) -> Tensor:
-    """The view of one tensor that `unpad` returns."""
+    """Cut one tensor down to a descriptor, as `unpad` does; a view."""
     shape = padded_shape(value, spec, descriptor)
     if any(new > old for new, old in zip(shape, value.shape, strict=True)):
         raise DescriptorError(
@@ -162,8 +163,8 @@ def cut(value: Tensor, spec: Axes, descriptor: Any) -> Tensor:
 
 
 def inert(tree: T, descriptor: Any) -> T:
-    """The tree under `descriptor` that is all padding. A warm-up runs on it, and leaves no trace in
-    any state."""
+    """The tree under `descriptor`, all of it padding, for a warm-up that must leave no trace in any
+    state."""
 
     def blank(value: Tensor, spec: Axes) -> Tensor:
         target = value.new_empty(padded_shape(value, spec, descriptor))

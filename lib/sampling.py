@@ -14,15 +14,16 @@ from weft.errors import RequestError
 
 _HALVES = re.compile("[\ud800-\udfff]")
 _LARGEST = 1e30
-_LARGEST_PRODUCT = 1e37  # of float32, with room for the logit
+# The largest product of a bias and a penalty: it leaves room in float32 for the logit.
+_LARGEST_PRODUCT = 1e37
 _MOST_COMPLETIONS = 10_000
-# Limit of token ids, and so of the size of a vocabulary.
+# Token ids are below this, and so no vocabulary is larger.
 _MOST_TOKENS = 2**31
 
 
 def _as_tuple(value: Any) -> Any:
-    """A collection as a tuple, and a string as a tuple of one; other values stay as they are, to be
-    refused."""
+    """A collection as a tuple, and a string as a tuple of one. Other values are returned unchanged,
+    for the checks to refuse."""
     if isinstance(value, str):
         return (value,)
     if isinstance(value, Iterable) and not isinstance(value, Mapping):
@@ -43,7 +44,7 @@ def _is_none(value: Any) -> bool:
 
 
 def _as_top_k(value: Any) -> Any:
-    """-1 means all tokens to vLLM, as 0 does."""
+    """vLLM takes -1 as well as 0 for all tokens."""
     if is_int(value, -1, -1):
         return 0
     return value
@@ -52,46 +53,47 @@ def _as_top_k(value: Any) -> Any:
 @names_arguments(**SAMPLING)
 @attrs.frozen(kw_only=True, repr=False)
 class SamplingParams:
-    """The choice of a request's tokens, and the conditions that end it. Names are those of vLLM,
-    and so are the defaults, except that of `temperature`.
+    """How a request's tokens are chosen, and what ends it. Names and defaults are those of vLLM,
+    except the default of `temperature`.
 
     Args:
         temperature: divides the logits; 0 is greedy. If it is not given, the request is greedy, and
-            arguments that only matter to a draw are refused: `top_k`, `top_p`, `min_p`, `n`,
+            arguments that only affect random draws are refused: `top_k`, `top_p`, `min_p`, `n`,
             `seed`.
         top_k: draw from this many of the likeliest tokens (and those that tie with the last); 0 and
             -1: all.
-        top_p: draw from the least set of the likeliest tokens that together have this probability
-            (and those that tie with the last).
-        min_p: draw from tokens at least this many times as likely as the likeliest; 0: all.
-        repetition_penalty: logits of tokens in the prompt or the completion are divided by it if
-            positive, multiplied if negative.
+        top_p: draw from the smallest set of the likeliest tokens that together have this
+            probability (and those that tie with the last).
+        min_p: draw from tokens whose probability is at least this fraction of the likeliest
+            token's; 0: all.
+        repetition_penalty: divides the positive logits, and multiplies the negative ones, of tokens
+            in the prompt or the completion.
         presence_penalty: subtracted from the logits of tokens in the completion.
         frequency_penalty: subtracted from them once for each occurrence.
-        logit_bias: added to the logits of these tokens.
-        allowed_token_ids: no other tokens are drawn; None: all are allowed.
-        bad_token_ids: never drawn.
-        bad_words: texts whose tokens, with a space before them or without, are never drawn one
-            after the other. With one of several tokens, each token of the request waits until the
-            one before has been read, and the request has no drafts.
-        min_tokens: with fewer tokens, a request draws no token that would end it, and a stop text
-            does not end it that is complete before.
-        stop_token_ids: tokens that end the request, beside the model's own.
-        stop: texts that end it; the one that begins first in its text wins.
-        include_stop_str_in_output: its text ends after the stop text or token that ended it, not
-            before.
-        ignore_eos: the model's end-of-sequence tokens do not end it.
-        seed: a whole number from -2**63 to 2**63 - 1, which with a token's position fixes what is
-            drawn; None: a fresh one.
+        logit_bias: a number for each token id, added to that token's logit.
+        allowed_token_ids: only these tokens are drawn; None: all are allowed.
+        bad_token_ids: tokens that are never drawn.
+        bad_words: texts whose token sequences, with or without a leading space, are never drawn. If
+            a text has several tokens, each token of the request waits until the host has read the
+            one before, and the request has no drafts.
+        min_tokens: until it has this many tokens, a request draws no token that would end it, and a
+            stop text does not end it.
+        stop_token_ids: tokens that end the request, in addition to the model's own.
+        stop: texts that end the request; the one that begins first in its text wins.
+        include_stop_str_in_output: whether the completion includes the stop text or token that
+            ended it.
+        ignore_eos: whether to continue after the model's end-of-sequence tokens.
+        seed: a whole number from -2**63 to 2**63 - 1. It and a token's position determine what is
+            drawn. None: a fresh seed.
         logprobs: return the logprobs of this many of the likeliest tokens, and the rank of the
-            chosen one; -1: of all tokens; None: no logprobs but the chosen one's.
+            chosen one; -1: of all tokens; None: only the logprob of the chosen one.
         prompt_logprobs: the same for each token of the prompt.
-        skip_special_tokens: leave special tokens out of the text.
-        detokenize: False: the completion has no text, which takes the host less time.
-        n: completions of the prompt, each with a seed of its own; at most 10,000.
+        skip_special_tokens: whether to leave special tokens out of the text.
+        detokenize: whether the completion has a text. False saves time on the host.
+        n: the number of completions of the prompt, each with its own seed; at most 10,000.
 
     Raises:
-        RequestError: a value that no request can have.
+        RequestError: a value is invalid for every request.
 
     >>> SamplingParams(top_p=0)
     Traceback (most recent call last):
@@ -101,7 +103,9 @@ class SamplingParams:
       instead: a number > 0 and <= 1; 1 keeps all
     """
 
-    temperature: float = attrs.field(default=None)  # 0.0 once all are checked
+    # None until `__attrs_post_init__` has checked all fields, so that it can tell a temperature of
+    # 0 from none; then 0.0.
+    temperature: float = attrs.field(default=None)
     top_k: int = attrs.field(default=0, converter=_as_top_k)
     top_p: float = 1.0
     min_p: float = 0.0
@@ -131,7 +135,7 @@ class SamplingParams:
             object.__setattr__(self, "temperature", 0.0)
 
     def _fault(self) -> tuple[str, str] | None:
-        """The first field, or the first two together, that no request can have, and what to write
+        """The first field, or pair of fields, that is invalid for every request, and what to write
         instead."""
         for name, default, holds, instead in _checks():
             value = getattr(self, name)
@@ -163,15 +167,16 @@ class SamplingParams:
         return None
 
     def _only_drawn(self) -> str:
-        """The first argument given that matters only where tokens are drawn."""
+        """The first argument that matters only where tokens are drawn, as it was written; empty if
+        there is none."""
         names = [name for name, default in _DRAWN.items() if getattr(self, name) != default]
         if names:
             return f"{names[0]}={getattr(self, names[0])!r}"
         return ""
 
     def __repr__(self) -> str:
-        """The call that makes it, with the arguments that differ from the defaults; without the
-        temperature of a greedy request, unless others that it has would be refused without one."""
+        """The call that makes it, with the arguments that differ from the defaults. The temperature
+        of a greedy request is left out, unless other arguments would be refused without one."""
         changed: list[str] = []
         for name, default in _defaults():
             value = getattr(self, name)
@@ -191,18 +196,20 @@ class SamplingParams:
         with a seed.
 
         Args:
-            eos_token_ids: the model's own.
-            seed: the seed, if these parameters have none.
+            eos_token_ids: the model's end-of-sequence tokens.
+            seed: the seed to use if these parameters have none.
 
         Raises:
-            RequestError: no token is left that could be drawn: `min_tokens` bars those that end the
-                request.
+            RequestError: no token can be drawn, because `min_tokens` bars all that are left: they
+                would end the request.
         """
         ends = () if self.ignore_eos else tuple(eos_token_ids)
         stops = tuple(dict.fromkeys((*self.stop_token_ids, *ends)))
         seed = seed if self.seed is None else self.seed
-        if self.logit_bias:  # which may have been changed since it was checked
+        if self.logit_bias:
+            # A dict may have changed since it was checked, so let `__init__` check it again.
             return attrs.evolve(self, stop_token_ids=stops, seed=seed)
+        # Without a dict all fields are immutable and checked: a copy costs less than `evolve`.
         params = copy.copy(self)
         for name, value in (("stop_token_ids", stops), ("seed", seed), ("logit_bias", {})):
             object.__setattr__(params, name, value)
@@ -211,8 +218,8 @@ class SamplingParams:
         return params
 
     def check_tokens(self, vocab_size: int, most_biased: int) -> None:
-        """Raise RequestError for tokens that the model does not have, for more biases than a table
-        holds, and where no token is left that could be drawn."""
+        """Raise RequestError if the model does not have a token, if there are more biases than a
+        table holds, or if no token can be drawn."""
         if fault := self._token_fault(vocab_size, most_biased):
             raise RequestError(repr(self), *fault)
 
@@ -229,7 +236,7 @@ class SamplingParams:
         return self._all_barred(vocab_size)
 
     def _all_barred(self, vocab_size: int) -> tuple[str, str] | None:
-        """The fault of parameters that leave no token, of so many, that could be drawn."""
+        """The fault if none of the `vocab_size` tokens can be drawn; None if one can."""
         bars = {*self.bad_token_ids, *(self.stop_token_ids if self.min_tokens else ())}
         allowed = self.allowed_token_ids
         if allowed is None:
@@ -252,7 +259,7 @@ class SamplingParams:
 
 
 def is_text(value: Any) -> bool:
-    """Whether this is a text of whole characters: half of a surrogate pair is none."""
+    """Whether a value is a text without unpaired surrogates, which have no UTF-8 form."""
     return isinstance(value, str) and _HALVES.search(value) is None
 
 
@@ -281,7 +288,7 @@ _TEXTS = (
 )
 _BOOL = (lambda x: isinstance(x, bool), "True or False")
 _PENALTY = (lambda x: is_number(x, -2, 2), "a number from -2 to 2; 0 changes nothing")
-# The condition on each field, and the text of the error if it does not hold.
+# For each field, the condition on its value, and the text of the error if it does not hold.
 _CHECKS: dict[str, tuple[Any, str]] = {
     "temperature": (
         lambda x: x is None or is_number(x, 0, 1e38),
@@ -323,7 +330,7 @@ _CHECKS: dict[str, tuple[Any, str]] = {
 
 @functools.cache
 def _checks() -> tuple[tuple[str, Any, Any, str], ...]:
-    """The name of each field, its default, which holds, the condition, and the text."""
+    """For each field its name, its default (which is valid), the condition, and the text."""
     defaults = dict(_defaults())
     return tuple(
         (name, defaults[name], holds, instead) for name, (holds, instead) in _CHECKS.items()
@@ -339,5 +346,5 @@ def _defaults() -> tuple[tuple[str, Any], ...]:
     )
 
 
-# The arguments that change nothing of a greedy request, or only repeat it, and their defaults.
+# The arguments that do not change the tokens of a greedy request, with their defaults.
 _DRAWN = {"top_k": 0, "top_p": 1, "min_p": 0, "n": 1, "seed": None}

@@ -1,4 +1,4 @@
-"""`SamplingTable`: the sampling parameters of a state's requests on the device; and the function
+"""`SamplingTable`: the sampling parameters of a state's requests on the device, and the function
 that writes them."""
 
 import math
@@ -32,7 +32,7 @@ from weft.trees import pytree
 
 T = TypeVar("T")
 
-# A smaller share of the probability may be 0 in float32; it also keeps the likeliest token.
+# The least top_p: a smaller one may be 0 in float32. This one still keeps the likeliest token.
 _LEAST_TOP_P = 1e-30
 # The most tokens that a request may bias, as in OpenAI's API.
 MAX_BIASED = 300
@@ -41,16 +41,17 @@ MAX_BIASED = 300
 @pytree
 @attrs.frozen(eq=False, repr=False)
 class SamplingTable(Summarized):
-    """One row for each request, and a last scratch row. Only a stage that samples has tables as
-    wide as the vocabulary; on others the width is 0. The parts that a row does not use (`FEATURES`)
-    may hold anything.
+    """One row for each request, and a last scratch row.
+
+    Only a stage that samples has tables as wide as the vocabulary; on others the width is 0. The
+    parts that a row's features (`features`) do not use may hold anything.
 
     Args:
-        floats: [rows, len(FLOATS)] float32, whose columns `weft.ops.sampling.logits` names.
+        floats: [rows, len(FLOATS)] float32; `weft.ops.sampling.logits` names the columns.
         ints: [rows, len(INTS)] int64, likewise.
         allowed: [rows, ceil(vocab_size / 32)] int32, a bit for each token that may be drawn.
         stops: the same for tokens that end the request.
-        bias_ids: [rows, max_biased] int32; -1 is no token.
+        bias_ids: [rows, max_biased] int32; -1: no token.
         bias: [rows, max_biased] float32.
         counts: [rows, vocab_size] int16, the number of times that a token was generated, plus
             `IN_PROMPT`.
@@ -68,7 +69,7 @@ class SamplingTable(Summarized):
     def zeros(
         cls, num_rows: int, vocab_size: int, max_biased: int, device: torch.device | str
     ) -> Self:
-        """A table whose rows are greedy, and use no feature."""
+        """A table whose rows are greedy and use no feature."""
         words = -(-vocab_size // 32)
         if vocab_size:
             biased = max_biased
@@ -94,12 +95,13 @@ class SamplingTable(Summarized):
         return self.counts.shape[1]
 
     def rules(self, rows: Tensor) -> Rules:
-        """The rows of some requests [num_reqs] int64."""
+        """The rules in some rows [num_reqs] int64."""
         return Rules(*(getattr(self, field.name)[rows] for field in attrs.fields(type(self))))
 
 
 def features(params: SamplingParams) -> int:
-    """The bits of the features that a request uses; filters change nothing for a greedy request."""
+    """The bits of the features that a request uses. A greedy request never uses filters, which
+    would not change its token."""
     penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (
         1,
         0,
@@ -129,18 +131,18 @@ def write_rows(
 
     Args:
         params: each request's parameters, as `for_request` returns them.
-        prompts: token ids; EMBEDDED (-2) is not counted.
-        generated: token ids that a preempted request had generated before.
+        prompts: each request's token ids; EMBEDDED (-2) is not counted.
+        generated: the token ids that a preempted request had generated before.
 
     Raises:
-        RequestError: a request that draws without a seed, or a token that the model does not have.
+        RequestError: a request that draws has no seed, or the model does not have a token.
     """
     for each, prompt, completion in zip(params, prompts, generated, strict=True):
         if fault := _row_fault(table, each, prompt, completion):
             raise RequestError(f"admit(state, ..., {each!r})", *fault)
     device = table.floats.device
     index = to_device(torch.tensor(rows, dtype=torch.int64), device)
-    # The user's default dtype and device may be others.
+    # dtype and device are explicit, because the user may have set other defaults.
     float_rows = [_in_order(FLOATS, _floats(each)) for each in params]
     int_rows = [
         _in_order(INTS, _ints(each, len(prompt)))
@@ -175,7 +177,7 @@ def _row_fault(
 
 
 def _in_order(columns: Sequence[str], values: Mapping[str, T]) -> list[T]:
-    """The values of a row's columns, which must be exactly these."""
+    """The values in the order of the columns; each column must have exactly one."""
     assert values.keys() == {*columns}, f"a row of {sorted(values)}, and columns {columns}"
     return [values[name] for name in columns]
 
@@ -184,7 +186,7 @@ def _floats(params: SamplingParams) -> dict[str, float]:
     return {
         "temperature": float(params.temperature),
         "top_p": max(float(params.top_p), _LEAST_TOP_P),
-        # 0.0 - log is 0.0 where the log is 0.0; a negated log would be -0.0, which has other bits.
+        # Not `-log`: for min_p = 1 that is -0.0, which differs from 0.0 in its bits.
         "margin": 0.0 - math.log(params.min_p) if params.min_p else math.inf,
         "repetition": float(params.repetition_penalty),
         "frequency": float(params.frequency_penalty),
@@ -208,7 +210,8 @@ def _write_wide(
     prompt: Sequence[int],
     generated: Sequence[int],
 ) -> None:
-    """The parts of a row that are as wide as the vocabulary, where they are used."""
+    """Write those parts of a row that the request uses and that are as wide as the vocabulary or
+    the bias."""
     used = features(params)
     device = table.floats.device
     if used & ALLOWED:
@@ -224,7 +227,7 @@ def _write_wide(
         table.bias_ids[row, :count] = to_device(
             torch.tensor(list(params.logit_bias), dtype=torch.int32), device
         )
-        # From ints alone torch would make an int64 tensor, which does not hold them all.
+        # `float(bias)`: a list of ints would pass through int64, which does not hold them all.
         bias = torch.tensor(
             [float(bias) for bias in params.logit_bias.values()], dtype=torch.float32, device="cpu"
         )

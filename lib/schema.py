@@ -1,5 +1,5 @@
-"""Schemas of the tensors that ranks exchange: names, dimensions and dtypes. They print, and parse
-back."""
+"""Schemas of the tensors that ranks exchange: names, dimensions and dtypes. They print as text that
+parses back."""
 
 import re
 from typing import Any
@@ -22,8 +22,11 @@ _TENSOR = (
 
 
 def read_form(form: tuple[str, str], text: str, call: str, problem: str) -> re.Match[str]:
-    """The match of a text with one of the forms in which something prints: an expression, and an
-    example for errors."""
+    """Match a text with a form: a regular expression, and an example for the error.
+
+    Raises:
+        ProgramError: the text does not match.
+    """
     match = re.fullmatch(form[0], text.strip())
     if match is None:
         raise ProgramError(call, problem, form[1])
@@ -35,7 +38,7 @@ class TensorSchema:
     """The name, dimensions and dtype of one tensor on an edge.
 
     Args:
-        name: its path in the value.
+        name: the path of the tensor in the value.
         dims: its dimensions: ints, or axis names of the descriptor.
         dtype: its dtype.
 
@@ -81,9 +84,10 @@ class Schema:
 
     @classmethod
     def of(cls, value: Any) -> "Schema":
-        """The schema of a value. A dimension that follows the descriptor gets its name."""
+        """The schema of a value. A dimension whose size the descriptor gives is shown by its name."""
         leaves, structure = tree_flatten(value)
         kinds = [(*x.shape, x.dtype) if isinstance(x, Tensor) else None for x in leaves]
+        # A comparison of symbolic sizes would add guards to the trace, so these are not cached.
         if any(
             isinstance(size, torch.SymInt) for kind in kinds if kind is not None for size in kind
         ):
@@ -114,8 +118,8 @@ class Schema:
         return cls(tuple(tensors))
 
 
-# Schemas of recent values, with their structure and the shape and dtype of each leaf: a rank asks
-# for the schema of each message, and few kinds of messages are under way at once.
+# Schemas of recent values, with their structure and the shape and dtype of each leaf. A rank asks
+# for the schema of each message, but has only few kinds of messages at a time.
 _recent: tuple[tuple[Schema, TreeSpec, list[Any]], ...] = ()
 _MOST_RECENT = 8
 

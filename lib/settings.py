@@ -1,5 +1,4 @@
-"""`weft.config`, and the contexts: those in which graphs may not be captured, and
-`batch_invariant`."""
+"""`weft.config`, and the contexts `batch_invariant`, `no_capture` and `assert_max_captures`."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -15,17 +14,17 @@ from weft.errors import ArgumentError, CaptureError, TooManyCapturesError
 
 @attrs.define
 class Config:
-    """Messages about captures, to the logger `weft` at level WARNING, which Python prints by
-    default.
+    """Switches for log messages about captures, which go to the logger `weft` at level WARNING (so
+    Python prints them by default).
 
     Args:
         explain_cache_misses: at each capture after the first, log how the call differs from the
             captured ones.
         log_captures: log each capture, its time and the memory of its graph.
 
-    With either, each new reason why a call runs without a graph is logged once, such as a class
-    that no class of the ladder covers. `cache_info().eager_reasons`, and `stats().eager_reasons` of
-    an engine, count them.
+    With either switch, each new reason why a call runs without a graph is logged once; for example,
+    no class of the ladder covers the batch. `cache_info().eager_reasons`, and the
+    `stats().eager_reasons` of an engine, count them.
 
     >>> import weft
     >>> weft.config.log_capture = True
@@ -60,7 +59,7 @@ _RULES: dict[str, Rule] = {
 
 @attrs.define
 class _Count:
-    """The captures inside one context `assert_max_captures(n)`."""
+    """The captures so far inside one `assert_max_captures(most)` context."""
 
     most: int
     captures: list[str] = attrs.field(factory=list)
@@ -71,28 +70,28 @@ _COUNTS = Blocks[_Count]("weft.counts")
 _NO_CAPTURE = Blocks[bool]("weft.no_capture")
 _BATCH_INVARIANT = Blocks[bool]("weft.batch_invariant")
 _LOCK = threading.Lock()
-# The number of `batch_invariant()` contexts in all threads.
+# The number of `batch_invariant()` contexts that are open in all threads.
 _OPEN = [0]
-# Whether there is one. `torch.compile` reads no context variables: so compiled functions are batch
-# invariant while there is one in any thread. It compiles again when this changes, so it is not the
-# number.
+# Whether any is open. `torch.compile` cannot read context variables, so compiled functions are
+# batch invariant while a context is open in any thread. A bool and not the number, because
+# `torch.compile` compiles again each time that the value changes.
 ANYWHERE = [False]
 
 
 @contextmanager
 def batch_invariant(enabled: bool = True) -> Iterator[None]:
-    """Make weft's operators batch invariant inside, in this thread: a token's result is a function
-    of the token, its context and the parameters, bit for bit, whatever else is in the batch, and
-    wherever a prompt was cut.
+    """Make weft's operators batch invariant inside, in this thread: bit for bit, a token's result
+    depends only on the token, its context and the parameters, not on the rest of the batch or on
+    where a prompt was cut.
 
-    Each sum has an order that depends on the shapes of the parameters and on the token's position
-    alone. On the CPU its operators run in one thread, without autocast, and raise DeviceError for
-    another precision of float32 products or without oneDNN. Torch's own operators are not changed:
-    the number of rows may change their products. `graphify` has the context in its key. A model
-    loaded with `batch_invariant=True` runs in it, whatever is around the call.
+    The order of each sum depends only on the shapes of the parameters and on the token's position.
+    On the CPU, weft's operators run in one thread, without autocast; they raise DeviceError if
+    float32 products have another precision or oneDNN is off. Torch's own operators are not changed:
+    their products may depend on the number of rows. The context is part of the key of `graphify`. A
+    model loaded with `batch_invariant=True` always runs in it.
 
     Args:
-        enabled: False leaves an outer context.
+        enabled: False turns off an outer context.
 
     >>> import torch, weft
     >>> from weft.ops.products.linear import linear
@@ -123,13 +122,12 @@ def _count_contexts(change: int) -> None:
 
 @contextmanager
 def no_capture(*, replay: bool = True) -> Iterator[None]:
-    """Forbid captures inside, in this thread: a call without a graph runs under another graph, or
-    runs the function itself.
+    """Forbid captures inside, in this thread: a call without a graph runs under another graph that
+    covers it, or runs the function itself.
 
     Args:
-        replay: whether calls that have a graph replay it. False: every graphified function runs as
-            if it were not, to step through it with a debugger or to print from it (as
-            `jax.disable_jit()` does).
+        replay: whether calls that have a graph replay it. With False every graphified function runs
+            as plain Python, for a debugger or prints inside it (like `jax.disable_jit()`).
 
     >>> import torch, weft
     >>> f = weft.graphify(lambda x: x + 1)
@@ -144,8 +142,8 @@ def no_capture(*, replay: bool = True) -> Iterator[None]:
 
 @contextmanager
 def assert_max_captures(most: int) -> Iterator[None]:
-    """Raise at the capture after the `most`-th inside, in this thread, before it begins: in tests,
-    and around a loop that should replay.
+    """Raise before capture number `most + 1` inside, in this thread: for tests, and around a loop
+    that should only replay.
 
     Raises:
         CaptureError: `most` is not a number of captures.
@@ -174,12 +172,13 @@ def may_replay() -> bool:
 
 
 def count_capture(what: str, miss: Callable[[], tuple[str, str]]) -> None:
-    """Count a capture that is about to begin in all contexts. `miss` returns its cause, and a
-    remedy.
+    """Count a capture that is about to begin, in all contexts around it. `miss` returns its cause
+    and a remedy.
 
     Raises:
         TooManyCapturesError: one of the contexts does not allow it.
     """
+    # First check all contexts, then count: a refused capture counts in none.
     for count in _COUNTS.values():
         if len(count.captures) >= count.most:
             difference, remedy = miss()

@@ -1,4 +1,4 @@
-"""Splitting a sized value: the part of it along the axes that its fields name."""
+"""Splitting a sized value into parts along the axes that its fields name."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,7 +12,7 @@ from weft.errors import CaptureError
 from weft.torchapi.private import in_dispatch_mode
 from weft.trees import Axes, map_sized, replaced
 
-# The start and the end of a part, by axis.
+# The start and the end of a part along each axis, by the axis name.
 Spans = Mapping[str, tuple[int, int]]
 
 
@@ -43,8 +43,9 @@ def cut_sized(batch: Any, spans: Spans, descriptor: Any, starts: str | None = No
     Args:
         batch: a value whose fields name axes.
         spans: the part. An axis "a+1" ends one entry later than the axis "a".
-        descriptor: the part's; None if the batch has none.
-        starts: a field of starts in another axis; the first start of the part becomes 0.
+        descriptor: the descriptor of the part; None if the batch has none.
+        starts: the name of a field that holds offsets along another axis, such as
+            `query_start_loc`; they are shifted so that the part's first one is 0.
     """
 
     def cut(value: Tensor, spec: Axes) -> Tensor:
@@ -95,8 +96,8 @@ def sized_tensors(batch: Any) -> list[tuple[Tensor, Axes]]:
 
 
 def axis_sizes(batch: Any, descriptor: Any) -> dict[str, int]:
-    """The size of each axis that the fields of a batch name, as its descriptor says, or if None the
-    first tensor."""
+    """The size of each axis that the fields of a batch name: from its descriptor, or, if that is
+    None, from the first tensor with the axis."""
     sizes: dict[str, int] = {}
     for value, spec in sized_tensors(batch):
         for dim, name in enumerate(spec.dims):

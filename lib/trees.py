@@ -1,7 +1,7 @@
 """Frozen attrs classes as pytrees, and the functions on trees that weft uses.
 
-A *sized* class declares, for each tensor field, the dimensions that follow the batch descriptor
-(`axes`). `weft.padding` pads and unpads any tree of such classes.
+A *sized* class declares, for each tensor field, which dimensions have a size that the batch
+descriptor gives (`axes`). `weft.padding` pads and unpads any tree of such classes.
 """
 
 from collections import defaultdict
@@ -33,16 +33,16 @@ _OF_THIS_VALUE = "weft.of_this_value"
 _HASH = "_attrs_cached_hash"
 # The metadata of a field whose value may differ from rank to rank.
 OF_THIS_PROCESS = {"weft.of_this_process": True}
-# The metadata of a field that is no part of the tree: a value that is made of another one has the
-# field's default.
+# The metadata of a field that is not part of the tree. It is not copied into values that are made
+# from another one; they get the field's default.
 OF_THIS_VALUE = {_OF_THIS_VALUE: True}
 _FIELDS = "__weft_fields__"
 _SIZED = "__weft_sized__"
 
 
 def _is_size(node: Any) -> bool:
-    """Whether a value is a torch.Size, which is a leaf here: torch's pytree would make a tuple of
-    it."""
+    """Whether a value is a torch.Size. It is a leaf here, because torch's pytree would turn it into
+    a tuple."""
     return type(node) is Size
 
 
@@ -64,8 +64,8 @@ def tree_leaves(tree: Any, is_leaf: IsLeaf = _is_size) -> list[Any]:
 
 
 def _collect(node: Any, leaves: list[Any]) -> None:
-    """Append the leaves of a tree: in a tenth of the time that torch's pytree takes for the classes
-    of `pytree`."""
+    """Append the leaves of a tree. For the classes of `pytree` it takes a tenth of the time of
+    torch's pytree."""
     kind = type(node)
     if kind is Tensor:
         leaves.append(node)
@@ -88,13 +88,14 @@ def tree_structure(tree: Any, is_leaf: IsLeaf = _is_size) -> TreeSpec:
 
 
 def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = _is_size) -> Any:
-    """Apply `fn` to each leaf of a tree, with the leaves of other trees in the same place."""
+    """Apply `fn` to each leaf of a tree, together with the leaves of other trees at the same place."""
     return _pytree.tree_map(fn, tree, *rest, is_leaf=is_leaf)
 
 
 @attrs.frozen
 class Axes:
-    """The dimensions of a tensor field that follow the descriptor, and the value of the padding.
+    """The dimensions of a tensor field whose sizes the descriptor gives, and the value of the
+    padding.
 
     Args:
         dims: one entry for each leading dimension: an attribute of the descriptor, optionally with
@@ -113,8 +114,8 @@ class Axes:
         return None
 
     def extent(self, dim: int, descriptor: Any) -> int | None:
-        """The size of dimension `dim` under `descriptor`, or None if it does not follow the
-        descriptor."""
+        """The size of dimension `dim` under `descriptor`, or None if the descriptor does not give
+        it."""
         name = self.name(dim)
         if name is None:
             return None
@@ -139,14 +140,14 @@ def axes(*dims: str | None, pad: float | str = 0) -> dict[str, Any]:
     pad=-1))`.
 
     Args:
-        dims: for each dimension, the attribute of the class's descriptor whose size it has
-            (`"num_reqs+1"`: one more); None: a size of its own.
+        dims: for each dimension, the attribute of the class's descriptor that gives its size
+            (`"num_reqs+1"`: one more); None: the descriptor does not give it.
         pad: the value of the padding; `"last"`: the last valid entry.
 
     Raises:
-        DescriptorError: an argument that is not a name.
+        DescriptorError: an argument is not a name.
 
-    The names are attributes of the class's descriptor, which may be of your own type:
+    The names are attributes of the class's descriptor, which may have a type of your own:
 
     >>> import torch, weft
     >>> @attrs.frozen
@@ -176,13 +177,13 @@ def _listed(dims: Iterable[str | None]) -> str:
 
 
 def static() -> dict[str, Any]:
-    """Metadata for a field that is not a tensor: part of the tree's structure, hashable, frozen at
-    capture."""
+    """Metadata for a hashable field that is not a tensor: it is part of the tree's structure, and a
+    capture freezes it."""
     return {_STATIC: True}
 
 
 def descriptor_field() -> dict[str, Any]:
-    """Metadata for the static field that holds a sized value's own descriptor (see `axes` for an
+    """Metadata for the static field that holds the descriptor of a sized value (see `axes` for an
     example)."""
     return {_STATIC: True, _DESCRIPTOR: True}
 
@@ -192,9 +193,9 @@ class ClassFields:
     """The fields of an attrs class.
 
     Args:
-        names: those that are part of a tree, also those that `__init__` does not take.
-        fresh: the others (`OF_THIS_VALUE`), each with a function that makes its default; and the
-            attribute in which attrs caches a hash, if the class has one.
+        names: the fields that are part of a tree, including those that `__init__` does not take.
+        fresh: the other fields (`OF_THIS_VALUE`), each with a function that makes its default; and
+            the attribute in which attrs caches a hash, if the class has one.
     """
 
     names: tuple[str, ...]
@@ -207,6 +208,7 @@ def class_fields(cls: type) -> ClassFields:
     fields = attrs.fields(cls)
     names = tuple(f.name for f in fields if not f.metadata.get(_OF_THIS_VALUE))
     fresh = [(f.name, _maker(f.default)) for f in fields if f.metadata.get(_OF_THIS_VALUE)]
+    # attrs does not list the attribute of its cached hash, but its `__hash__` names it.
     hashing = getattr(cls.__hash__, "__code__", None)
     if hashing is not None and _HASH in hashing.co_names:
         fresh.append((_HASH, _maker(None)))
@@ -222,11 +224,11 @@ def _maker(default: Any) -> Callable[[], Any]:
 
 
 def built(cls: type, values: Iterable[tuple[str, Any]]) -> Any:
-    """A value of an attrs class with these fields by name, made without a call of its class.
+    """A value of an attrs class with these fields by name, made without calling its class.
 
-    `__init__`, converters, validators and `__attrs_post_init__` make a value from what a user
-    writes. They would change or refuse what a transform puts into a value that exists: traced
-    tensors, axes, gradients, marks.
+    `__init__`, converters, validators and `__attrs_post_init__` are for what a user writes. They
+    would change or refuse what a transform puts into an existing value: traced tensors, axes,
+    gradients, marks.
     """
     node: Any = object.__new__(cls)
     write = object.__setattr__
@@ -238,7 +240,7 @@ def built(cls: type, values: Iterable[tuple[str, Any]]) -> Any:
 
 
 def replaced(node: T, values: Mapping[str, Any]) -> T:
-    """A value like `node` with other values in some fields, made without a call of its class."""
+    """A value like `node` with other values in some fields, made without calling its class."""
     cls: Any = type(node)
     names = class_fields(cls).names
     changed: T = built(
@@ -249,9 +251,10 @@ def replaced(node: T, values: Mapping[str, Any]) -> T:
 
 @attrs.frozen(hash=True)
 class Context:
-    """The static fields of a node, and its optional fields that are None, as part of a tree's
-    structure."""
+    """The part of a tree's structure that one node adds: its static fields, and which of its
+    optional fields are None."""
 
+    # Compared by `kinds` instead, since `==` takes 1, 1.0 and True for equal.
     values: tuple[Any, ...] = attrs.field(eq=False)
     absent: tuple[str, ...] = ()
     kinds: tuple[Any, ...] = attrs.field(init=False, repr=False)
@@ -262,8 +265,8 @@ class Context:
 
 @attrs.frozen
 class NodeFields:
-    """The names of the fields of a class registered with `pytree`: children (optional ones unless
-    they are None), and fields of the structure."""
+    """The names of the fields of a class registered with `pytree`: those that are children, those
+    that are structure, and the optional ones, which are children unless they are None."""
 
     children: tuple[str, ...]
     statics: tuple[str, ...]
@@ -284,8 +287,7 @@ class NodeFields:
 
 
 def node_fields(cls: type) -> NodeFields | None:
-    """The fields of a class as `pytree` registered it; None if only a base of it was registered, or
-    nothing."""
+    """The fields of a class that `pytree` registered itself, not only a base of it; else None."""
     return vars(cls).get(_FIELDS)
 
 
@@ -293,11 +295,11 @@ def pytree(cls: C) -> C:
     """Register a frozen attrs class as a pytree node: tensor fields are children, `static()` fields
     are structure.
 
-    All fields count, also those that `__init__` does not take. A field without `axes` that is None
-    is structure too: transforms of torch.func refuse trees with a leaf that is None.
+    All fields count, including those that `__init__` does not take. A field without `axes` whose
+    value is None is structure too, because torch.func refuses trees with a leaf that is None.
 
     Transforms make values of the class without calling it. So `__init__`, converters, validators
-    and `__attrs_post_init__` run where you write the class's name, and nowhere else.
+    and `__attrs_post_init__` run only where you call the class yourself.
 
     Args:
         cls: the class; `@weft.pytree` stands above `@attrs.frozen`.
@@ -314,9 +316,9 @@ def pytree(cls: C) -> C:
     [1, 2, 3]
 
     Raises:
-        TreeError: it is not an attrs class, or not a frozen one, or torch's pytree knows it
-            already. Also, where a value of the class is used as a tree: a static field holds a
-            tensor, or a value that cannot be hashed.
+        TreeError: the class is not a frozen attrs class, or is registered with torch's pytree. When
+            a value of the class is used as a tree: a static field holds a tensor, or a value that
+            cannot be hashed.
     """
     name = getattr(cls, "__name__", str(cls))
     call = f"weft.pytree({name})"
@@ -378,8 +380,8 @@ def pytree(cls: C) -> C:
 
 
 def _check_static(cls: type, name: str, value: Any) -> None:
-    """Raise TreeError if a static field holds a tensor, which a structure cannot compare, or what
-    cannot be hashed."""
+    """Raise TreeError if a static field holds a tensor, which a structure cannot compare, or a
+    value that cannot be hashed."""
     kind = type(value)
     if kind in EXACT:
         return
@@ -397,8 +399,8 @@ def _check_static(cls: type, name: str, value: Any) -> None:
 
 
 def keys_in(structure: TreeSpec) -> tuple[Any, ...]:
-    """The `value_key`s of what `==` does not tell apart in a structure: the keys of all dicts,
-    without strings, and the contexts of classes that others registered."""
+    """The `value_key`s of the parts of a structure that `==` does not tell apart: the dict keys
+    that are not strings, and the contexts of classes that others registered."""
     kind = structure.type
     context = structure.context
     node_keys = list[Any]()
@@ -438,8 +440,8 @@ def leaves_with_names(tree: Any, is_leaf: IsLeaf = _is_size) -> list[tuple[str, 
 
 @attrs.frozen
 class SizedFields:
-    """The fields of a class, by name: those that follow a descriptor, those that hold it, and those
-    that are trees of their own."""
+    """The fields of a sized class, by name: tensors with axes, fields that hold the descriptor, and
+    parts, which are trees of their own."""
 
     axes: Mapping[str, Axes]
     descriptors: tuple[str, ...]
@@ -447,9 +449,9 @@ class SizedFields:
 
 
 def sized_class_fields(kind: type) -> SizedFields | None:
-    """The fields of a sized class, which the class keeps with the attrs fields that they are of;
-    None for any other class."""
+    """The fields of a sized class; None for any other class. They are cached on the class."""
     of, sized_fields = vars(kind).get(_SIZED, (None, None))
+    # Stale if attrs has processed the class again, which replaces its fields.
     if of is not None and of is getattr(kind, "__attrs_attrs__", None):
         cached: SizedFields | None = sized_fields
         return cached
@@ -466,7 +468,7 @@ def sized_class_fields(kind: type) -> SizedFields | None:
 
 
 def sized_fields(node: Any) -> Mapping[str, Axes]:
-    """The fields of `node` that follow a descriptor; empty for anything but a sized class."""
+    """The fields of `node` that have axes; empty for anything but a sized class."""
     fields = sized_class_fields(type(node))
     if fields is None:
         return {}
@@ -478,16 +480,15 @@ def _is_sized(node: Any) -> bool:
 
 
 def _map_values(fn: Callable[[Any, SizedFields], Any], node: Any) -> Any:
-    """Apply `fn(value, its fields)` to each sized value in a tree, outermost first: in a fifth of
-    the time that torch's pytree takes, which first lists all leaves."""
+    """Apply `fn(value, its fields)` to each sized value in a tree, outermost first. It takes a
+    fifth of the time of torch's pytree, which first lists all leaves."""
     kind = type(node)
     if kind is Tensor or kind is Size:
         return node
     if (fields := sized_class_fields(kind)) is not None:
         return fn(node, fields)
-    if kind is not tuple and isinstance(
-        node, tuple
-    ):  # a named tuple, which torch's pytree knows by its bases
+    if kind is not tuple and isinstance(node, tuple):
+        # A named tuple is not registered by its class; torch's pytree recognizes it by its bases.
         return tree_map(
             lambda part: _map_values(fn, part) if _is_sized(part) else part,
             node,
@@ -504,8 +505,8 @@ def _is_leaf_here(node: Any) -> bool:
 
 
 def map_sized(fn: Callable[[Tensor, Axes], Any], tree: T, descriptor: Any = None) -> T:
-    """Apply `fn(tensor, axes)` to every sized field in `tree`. If `descriptor` is not None, it
-    replaces the descriptor of each sized value that holds one."""
+    """Apply `fn(tensor, axes)` to every tensor field with axes in `tree`. If `descriptor` is not
+    None, it replaces the descriptor of each sized value that holds one."""
 
     def change(node: Any, fields: SizedFields) -> Any:
         values = {name: getattr(node, name) for name in fields.axes}
@@ -542,7 +543,8 @@ def _check_field(node: Any, name: str, spec: Axes) -> None:
 
 
 def leaf_axes(tree: Any) -> list[Axes | None]:
-    """For each leaf, in flattening order, its `Axes` if it is a sized field, or None."""
+    """For each leaf, in flattening order, its `Axes` if it is a field with axes, else None."""
+    # Put each field's `Axes` in the place of its tensor, then flatten.
     marked = map_sized(lambda _, spec: spec, tree)
     return [leaf if isinstance(leaf, Axes) else None for leaf in tree_leaves(marked)]
 

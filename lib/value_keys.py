@@ -1,4 +1,4 @@
-"""`value_key`: Python values as parts of a key, which tells apart values that `==` does not."""
+"""`value_key`: Python values as parts of a cache key that tells apart values that `==` does not."""
 
 import dataclasses
 from typing import Any, NoReturn
@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 import attrs
 import torch
 
-# Values of one of these types are equal only if they are the same in every respect.
+# For values of these types, equal means the same in every respect.
 EXACT = frozenset(
     (
         bool,
@@ -29,7 +29,7 @@ def value_key(value: Any) -> Any:
     attrs classes.
 
     An object that is compared by identity stands for itself. For an object with its own `==`, the
-    stand-in holds the state that pickle would write; if pickle cannot write it, hashing the
+    stand-in also holds the state that pickle would write; if pickle cannot write it, hashing the
     stand-in raises TypeError.
 
     Returns:
@@ -44,6 +44,7 @@ def value_key(value: Any) -> Any:
     if kind in EXACT:
         return (kind, value)
     if isinstance(value, float):
+        # The text tells 0.0 from -0.0, and makes nan equal to itself.
         return (kind, value.hex())
     if isinstance(value, complex):
         return (kind, repr(value))
@@ -78,7 +79,7 @@ def _contents(value: Any) -> Any:
 
 
 def _state(state: Any) -> Any:
-    """`value_key`, for a state that pickle writes, which may hold dicts and lists."""
+    """`value_key` of a state that pickle writes, which may hold dicts and lists."""
     if isinstance(state, dict):
         return (dict, tuple((value_key(key), _state(value)) for key, value in state.items()))
     if isinstance(state, list | tuple):
@@ -88,7 +89,7 @@ def _state(state: Any) -> Any:
 
 @attrs.frozen(hash=False)
 class Indistinct:
-    """A stand-in for the contents of an object of class `kind`, which cannot be compared."""
+    """Stands in for the contents of an object of class `kind` that cannot be compared."""
 
     kind: type
 

@@ -1,6 +1,6 @@
-"""The private names of torch that weft uses, so that a new torch breaks one folder. Those of
-torch.distributed are in `weft.torchapi.distributed`, and what only frames tell is in
-`weft.torchapi.frames`."""
+"""The private names of torch that weft uses, in one folder, so that a new torch breaks only that.
+The names of torch.distributed are in `weft.torchapi.distributed`; what weft reads from Python's
+frames is in `weft.torchapi.frames`."""
 
 import contextlib
 import ctypes
@@ -42,7 +42,7 @@ from weft.torchapi.watching import KEY as WATCH_KEY, unwatched, watched
 
 pytree = _pytree
 
-# The operators that stand for `reshape` in a trace.
+# The operators that `reshape` becomes in a trace.
 VIEWS = torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default
 
 # The attributes of a module in which torch keeps the hooks that a call runs.
@@ -53,22 +53,22 @@ GLOBAL_HOOKS: dict[str, Any] = {
     for name in (f"_global{hooks}" for hooks in MODULE_HOOKS)
 }
 
-# The dispatch key that comes first inside a transform of torch.func, and nowhere else.
+# The dispatch key that has the highest priority inside a transform of torch.func, and only there.
 FUNCTORCH_KEY = "FuncTorchDynamicLayerFrontMode"
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class DispatchMode(TorchDispatchMode):
-    """`TorchDispatchMode` with types; a subclass defines `__torch_dispatch__(func, types, args,
-    kwargs)`."""
+    """`TorchDispatchMode` with type annotations; a subclass defines `__torch_dispatch__(func,
+    types, args, kwargs)`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
 
 class FunctionMode(TorchFunctionMode):
-    """`TorchFunctionMode` with types; a subclass defines `__torch_function__(func, types, args,
-    kwargs)`, and `only_looks`: whether it only observes, and changes no result."""
+    """`TorchFunctionMode` with type annotations; a subclass defines `__torch_function__(func,
+    types, args, kwargs)`, and sets `only_looks` if it only observes and changes no result."""
 
     only_looks = False
 
@@ -87,13 +87,14 @@ def is_compiled(function: Any) -> bool:
 
 def uncompiled(function: F) -> F:
     """Keep `torch.compile` from compiling a function and everything that it calls."""
+    # Not `torch._dynamo.disable`, whose wrapper would cost time in each call.
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
     eval_frame.set_code_exec_strategy(function.__code__, skip)
     return function
 
 
-# The operator by which forward-mode derivatives make the memory of a tangent: zeros in the layout
-# of another.
+# The operator with which forward-mode derivatives allocate a tangent: zeros in the layout of
+# another tensor.
 ZEROS_OF_A_TANGENT: Any = torch.ops.aten._new_zeros_with_same_feature_meta.default
 
 
@@ -132,21 +133,22 @@ def all_schemas() -> list[Any]:
 
 
 def schema_of(operator: Any) -> Any:
-    """The schema of an operator's overload, which says what it writes; None for anything else."""
+    """The schema of an operator's overload, which says which arguments it writes; None for anything
+    else."""
     if isinstance(operator, OpOverload):
         return operator._schema
     return None
 
 
 def unwrapped_call(operator: Any) -> Callable[..., Any]:
-    """The C++ function that calls an operator's overload, without the Python around it."""
+    """The C++ function that calls an operator's overload, without torch's Python wrapper."""
     call: Callable[..., Any] = operator._op
     return call
 
 
 def unnamed_children(node: Any) -> list[Any] | None:
     """The children of a node whose class is registered with torch's pytree without key paths; None
-    for any other."""
+    for any other node."""
     node_def = pytree.SUPPORTED_NODES.get(type(node))
     if node_def is None or node_def.flatten_with_keys_fn is not None:
         return None
@@ -165,20 +167,20 @@ def unseen() -> contextlib.AbstractContextManager[Any]:
 
 
 def in_dispatch_mode() -> bool:
-    """Whether a capture, a dispatch mode (a trace, fake tensors, a counter of operators), or a
-    trace of torch.jit is active in this thread."""
+    """Whether a capture, a dispatch mode (such as a trace, fake tensors or a counter of operators),
+    or a trace of torch.jit is active in this thread."""
     return _len_torch_dispatch_stack() > 0 or watched() or _is_tracing()
 
 
 def in_trace_of_torch() -> bool:
-    """Whether a trace that runs again on other values is being made in this thread: of `make_fx`,
-    which `linearize` and `torch.export` use, or of torch.jit."""
+    """Whether a trace that will run again on other values is being made in this thread: by
+    `make_fx`, which `linearize` and `torch.export` use, or by torch.jit."""
     return get_proxy_mode() is not None or _is_tracing()
 
 
 def in_functorch_transform() -> bool:
-    """Whether an outer torch.func transform (vmap, grad, jvp, functionalize) or a forward-mode
-    level is active."""
+    """Whether a torch.func transform (vmap, grad, jvp, functionalize) or a forward-mode level is
+    active around this call."""
     return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
@@ -190,8 +192,8 @@ def without_transforms() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
-    """A context outside all torch.func transforms, captures, and function and dispatch modes, for a
-    trace of its own: the operators that it calls are not those of whoever is called."""
+    """A context outside all torch.func transforms, captures, and function and dispatch modes, for
+    operators that none of these should see."""
     popped = []
     with contextlib.ExitStack() as stack:
         while _len_torch_function_stack():
@@ -206,8 +208,8 @@ def without_modes() -> Iterator[None]:
 
 
 def in_other_transform_than_grad() -> bool:
-    """Whether a torch.func transform is active that is not one of `grad`, `vjp` and `jacrev`
-    without its `vmap`."""
+    """Whether a torch.func transform other than `grad`, `vjp` and `jacrev` (without its `vmap`) is
+    active."""
     levels = get_interpreter_stack() or ()
     return forward_ad._current_level >= 0 or any(
         level.key() != TransformType.Grad for level in levels
@@ -229,8 +231,8 @@ def is_batched(tensor: torch.Tensor) -> bool:
 
 
 def is_differentiated_by_row(tensor: torch.Tensor) -> bool:
-    """Whether a derivative inside a `vmap` follows a tensor: each row has one of its own, even of
-    one value for all."""
+    """Whether a derivative inside a `vmap` follows a tensor. Then each row has its own derivative,
+    even if all rows share one value."""
     stack = get_interpreter_stack() or ()
     vmaps = [level.level() for level in stack if level.key() == TransformType.Vmap]
     while is_functorch_wrapped_tensor(tensor):
@@ -242,6 +244,7 @@ def is_differentiated_by_row(tensor: torch.Tensor) -> bool:
 
 def is_differentiated(tensor: torch.Tensor) -> bool:
     """Whether autograd, or a torch.func transform at any level, tracks operations on a tensor now."""
+    # Each wrapper may be tracked by itself, so all of them are asked.
     while True:
         dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
         if dual or (tensor.requires_grad and torch.is_grad_enabled()):
@@ -271,19 +274,19 @@ def may_be_differentiated(tensor: torch.Tensor) -> bool:
 
 
 def innermost(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor inside all wrappers of torch.func's transforms: of `vmap`, with all rows."""
+    """The tensor inside all wrappers of torch.func's transforms; under `vmap`, it has all rows."""
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
     return tensor
 
 
 def innermost_storage_id(tensor: torch.Tensor) -> int:
-    """`storage_id` of the tensor inside all wrappers of torch.func's transforms, which have no
-    storage."""
+    """`storage_id` of the tensor inside all wrappers of torch.func's transforms; the wrappers have
+    no storage."""
     return storage_id(innermost(tensor))
 
 
-# Whether a tensor has a shape and no values, as in a trace.
+# Whether a tensor has a shape but no values, as in a trace.
 is_fake: Callable[[torch.Tensor], bool] = fake_tensor.is_fake
 # The number of active dispatch modes: traces, fake tensors, counters of operators.
 num_dispatch_modes: Callable[[], int] = _len_torch_dispatch_stack
@@ -303,8 +306,8 @@ _top_hooks = functools.partial(torch._C._autograd._top_saved_tensors_default_hoo
 
 
 def in_plain_surroundings() -> bool:
-    """Whether no capture, no dispatch mode, no torch.func transform, no forward-mode level, no
-    hooks on saved tensors and no trace of torch.jit are active."""
+    """Whether nothing special is active: no capture, dispatch mode, torch.func transform,
+    forward-mode level, hooks on saved tensors or trace of torch.jit."""
     return (
         _len_torch_dispatch_stack() == 0
         and peek_interpreter_stack() is None
@@ -321,24 +324,24 @@ def saved_tensors_hooks() -> tuple[Any, Any] | None:
     return hooks
 
 
-# Sets autograd's mode in this thread, in a tenth of the time of the context manager.
+# Sets autograd's grad mode in this thread, in a tenth of the time of the context manager.
 set_grad_mode: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
 def global_state_check() -> Callable[[], bool]:
-    """A function that returns whether autograd's mode, autocast and its dtypes, the default dtype,
-    and the switches of precision and determinism still have their present values. It does not check
-    inference mode."""
+    """A function that returns whether the grad mode, autocast and its dtypes, the default dtype,
+    and the switches for precision and determinism still have their present values. It does not
+    check inference mode."""
     check: Callable[[], bool] = GlobalStateGuard().check
     return check
 
 
 def tensors_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """A function that checks the same number of tensors: that they have the types, dtypes, devices,
-    shapes, strides, flags (conjugate, negative, requires_grad, inference) and dispatch keys of
-    these, and are different objects.
+    """A function that takes as many tensors and returns whether they match these in type, dtype,
+    device, shape, strides, flags (conjugate, negative, requires_grad, inference) and dispatch keys,
+    and are all different objects.
 
-    It reads no storage; the caller must check addresses."""
+    It reads no storage, so the caller must check addresses."""
     check: Callable[..., bool] = TensorGuards(
         *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
     ).check
@@ -361,8 +364,8 @@ def clone_all(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
 def empty_strided_on(
     device: torch.device,
 ) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]:
-    """`torch.empty_strided(size, stride, dtype)` on the current device of this type, without the
-    Python around it."""
+    """`torch.empty_strided(size, stride, dtype)` on the current device of this type, without
+    torch's Python wrapper."""
     guards: Any = torch._C._dynamo.guards
     if device.type == "cuda":
         make: Callable[..., torch.Tensor] = guards._empty_strided_cuda
@@ -372,16 +375,16 @@ def empty_strided_on(
 
 
 def current_device() -> Callable[[], int | None]:
-    """`torch.cuda.current_device`, without the Python around it; always None without CUDA."""
+    """`torch.cuda.current_device`, without torch's Python wrapper; always None without CUDA."""
     if not torch.cuda.is_available():
-        return lambda: None  # a CUDA build of torch would look for the driver
+        return lambda: None  # a CUDA build of torch would look for the driver in each call
     index: Callable[[], int] = torch._C._cuda_getDevice
     return index
 
 
 def is_capturing() -> Callable[[], bool]:
-    """`torch.cuda.is_current_stream_capturing`, without the Python around it; constant without
-    CUDA."""
+    """`torch.cuda.is_current_stream_capturing`, without torch's Python wrapper; always False
+    without CUDA."""
     if not torch.cuda.is_available():
         return lambda: False
     check: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
@@ -391,8 +394,8 @@ def is_capturing() -> Callable[[], bool]:
 def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """Copy a tensor to `device` without making the host wait.
 
-    A copy from pageable memory waits for all earlier work of the device. A copy from pinned memory
-    does not, and torch keeps that memory until the copy has been made.
+    A copy from pageable memory waits for all earlier work on the device. A copy from pinned memory
+    does not, and torch keeps that memory alive until the copy is done.
     """
     if tensor.device.type != "cpu" or torch.device(device).type != "cuda":
         return tensor.to(device)
@@ -400,13 +403,13 @@ def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 def replayer(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
-    """`graph.replay`, without the Python around it."""
+    """`graph.replay`, without torch's Python wrapper."""
     return functools.partial(torch._C._CUDAGraph.replay, graph)
 
 
 def function_modes() -> tuple[Any, ...]:
-    """The active torch function modes, by what they change: a default device by its name, any other
-    mode by itself. Modes that only look are left out."""
+    """The active torch function modes as parts of a key: a default device as its name, any other
+    mode as itself. Modes that only observe are left out."""
     if _len_torch_function_stack() == 0:
         return ()
     modes = [
@@ -431,9 +434,9 @@ def default_device() -> torch.device | None:
 
 
 def switches() -> tuple[tuple[str, Any], ...]:
-    """The settings that a result depends on besides its arguments, by name: autograd's mode,
+    """The settings that a result depends on besides its arguments, by name: the grad mode,
     autocast, defaults, and the switches by which torch chooses its kernels. `global_state_check`
-    detects a change of any but `backend_switches`."""
+    detects a change of any except inference mode and `backend_switches`."""
     devices = ("cpu", "cuda")
     return (
         ("inference mode", torch.is_inference_mode_enabled()),
@@ -484,8 +487,8 @@ def backend_switches() -> tuple[tuple[str, Any], ...]:
 
 
 def switches_put_back() -> Callable[[], list[str]]:
-    """A function that puts the settings back that have changed by then, the default device among
-    them, and returns their names."""
+    """A function that restores the settings (including the default device) that have changed by the
+    time it is called, and returns their names."""
     before = _settings()
 
     def put_back() -> list[str]:
@@ -499,8 +502,8 @@ def switches_put_back() -> Callable[[], list[str]]:
 
 
 def _settings() -> dict[str, Any]:
-    """The settings that a user changes. The order in which torch prefers kernels of attention is
-    none of them: torch itself sets it in the first call on a GPU."""
+    """The settings that a user may change. The order in which torch prefers attention kernels is
+    not one of them: torch itself sets it in the first call on a GPU."""
     settings = dict(switches()) | {"default device": default_device()}
     return settings | {"kernels of attention": settings["kernels of attention"][:4]}
 
@@ -532,13 +535,13 @@ def _set_cudnn(value: tuple[Any, ...]) -> None:
 
 
 def _set_reduced_precision(setter: str) -> Callable[[Any], None]:
-    """A setter of a switch that is one value, or a pair of them."""
+    """A setter for a switch whose value is one value or a tuple of them."""
     return lambda value: getattr(torch._C, setter)(
         *(value if isinstance(value, tuple) else (value,))
     )
 
 
-# The functions that set `switches` and the default device, by their names.
+# The functions that set each of the `switches` and the default device, by name.
 _SETTERS: dict[str, Callable[[Any], Any]] = {
     "inference mode": lambda enabled: None,  # only the context that was entered can leave it
     "grad mode": torch._C._set_grad_enabled,
@@ -559,26 +562,26 @@ _SETTERS: dict[str, Callable[[Any], Any]] = {
 
 
 def generator_bytes(generator: torch.Generator) -> bytes:
-    """A random generator's state, read without dispatch."""
+    """A random generator's state, read without any operator, which a mode could see."""
     with torch._C.DisableTorchFunction():
         state = generator.get_state()
         return ctypes.string_at(state.data_ptr(), state.numel())
 
 
 def generator_id(generator: torch.Generator) -> int:
-    """A number that identifies a generator as long as it lives; each operator gets another object
-    for it."""
+    """A number that identifies a generator as long as it lives. `id` does not: each operator
+    receives a new Python object for it."""
     return int(_address_of(generator))
 
 
 def children_of(spec: Any) -> list[Any]:
     """The children of a tree's structure."""
+    # `children` in newer versions of torch, `children_specs` in older ones.
     return list(spec.children() if hasattr(spec, "children") else spec.children_specs)
 
 
 def unowned(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor at the same address that does not keep the memory alive: the caller must make sure
-    that it lives."""
+    """A tensor at the same address that does not keep the memory alive; the caller must."""
     storage = tensor.untyped_storage()
     unowned_storage = torch._C._construct_storage_from_data_pointer(
         storage.data_ptr(), tensor.device, storage.nbytes()
@@ -601,7 +604,7 @@ def seen_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def current_stream_id(device_index: int) -> Callable[[], int]:
-    """`torch.cuda.current_stream(device).cuda_stream`, without the Python around it."""
+    """`torch.cuda.current_stream(device).cuda_stream`, without torch's Python wrapper."""
     return functools.partial(torch._C._cuda_getCurrentRawStream, device_index)
 
 
@@ -614,15 +617,18 @@ def stop_allocating_to_pool(device: torch.device, pool: tuple[int, int]) -> None
 
 
 def changes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """The number of in-place changes to these tensors that torch has counted; none of them was made
-    in inference mode. torch counts operators. It counts neither writes to `.data`, nor fused
-    optimizers, nor other writes to memory."""
+    """The number of in-place changes to these tensors that torch has counted. None of the tensors
+    may have been made in inference mode.
+
+    torch counts operators, but neither writes to `.data`, nor fused optimizers, nor other writes to
+    memory.
+    """
     return sum(map(_version_of, tensors))
 
 
 def counted_changes(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The number of in-place changes to each of these tensors, as `changes_of` has it; empty where
-    torch counts none: while it compiles, in a transform of torch.func, and for tensors that were
+    """The number of in-place changes to each of these tensors, counted as in `changes_of`. Empty
+    where torch does not count: while it compiles, in a transform of torch.func, and for tensors
     made in inference mode."""
     uncounted = torch.compiler.is_dynamo_compiling() or peek_interpreter_stack() is not None
     if uncounted or any(x.is_inference() for x in tensors):
@@ -634,9 +640,8 @@ _version_of, _address_of = operator.attrgetter("_version"), operator.attrgetter(
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """A number that identifies the storage of `tensor` as long as the storage lives; a resize does
-    not change it. For a tensor without a storage of its own (sparse), a number that identifies the
-    tensor."""
+    """A number that identifies the storage of `tensor` as long as the storage lives, even after a
+    resize. For a tensor without a storage (sparse), a number that identifies the tensor."""
     if tensor.layout is not torch.strided:
         return -id(tensor)
     return int(tensor.untyped_storage()._cdata)
