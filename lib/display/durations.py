@@ -1,10 +1,10 @@
-"""Durations: seconds as text, and ticks for an axis of time."""
+"""Durations as text, and ticks for a time axis."""
 
 import math
 
 
 def unit_of(span: float) -> tuple[float, str]:
-    """A unit for seconds up to `span`: its size in seconds, and its name.
+    """The unit in which to show times up to `span` seconds: its size in seconds, and its name.
 
     >>> unit_of(0.012)
     (0.001, 'ms')

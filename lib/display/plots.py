@@ -1,5 +1,5 @@
-"""Plots by matplotlib, imported when a plot is asked for, in colours that read on a white page and
-on a dark one."""
+"""Plots by matplotlib, which is imported at the first plot, in colours that can be read on a light
+page and on a dark one."""
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -10,7 +10,7 @@ from weft.errors import MissingPackageError
 from weft.extras import install_command
 
 GREY = "#808080"
-# The greatest ratio of a length to the median on a linear axis; beyond it the axis is logarithmic.
+# If the longest bar is more than this many times the median, the axis is logarithmic.
 _FAR = 8.0
 
 
@@ -29,17 +29,17 @@ def pyplot(call: str) -> Any:
 
 
 def new_axes(call: str, width: float, height: float, **options: Any) -> tuple[Any, Any]:
-    """A new figure of so many inches and its axes, as `neutral` makes them. `options` are those of
+    """A new figure, `width` by `height` inches, and its axes, styled by `neutral`. `options` go to
     `subplots`."""
     figure, axes = pyplot(call).subplots(figsize=(width, height), layout="constrained", **options)
     return neutral(figure), axes
 
 
 def neutral(figure: Any) -> Any:
-    """The figure, without a background, its text and lines in a grey that reads on white and on
+    """The figure, made transparent, with text and lines in a grey that can be read on white and on
     black."""
-    # Not by `rc_context`: where a notebook's backend is first loaded inside of it, it undoes what
-    # that has set.
+    # Not by `rc_context`: if a notebook's backend is first loaded inside it, its end undoes what
+    # the backend has set.
     figure.patch.set_alpha(0)
     for ax in figure.axes:
         ax.patch.set_alpha(0)
@@ -50,7 +50,7 @@ def neutral(figure: Any) -> Any:
 
 
 def axes_for(call: str, ax: Any, width: float, height: float) -> Any:
-    """The axes that were given, or new ones of so many inches."""
+    """`ax`, or new axes of `width` by `height` inches if it is None."""
     if ax is None:
         return new_axes(call, width, height)[1]
     return ax
@@ -59,13 +59,14 @@ def axes_for(call: str, ax: Any, width: float, height: float) -> Any:
 def rows(
     ax: Any, *parts: tuple[Sequence[float], Any, str], names: Sequence[str] | None = None
 ) -> None:
-    """Horizontal bars from the top down, of parts side by side.
+    """Draw horizontal bars from the top down, each a row of parts.
 
     The axis is logarithmic if one bar would squash the others.
 
     Args:
-        parts: for each the lengths, the colour or one a bar, and the label.
-        names: of the bars; None: the axis keeps its ticks.
+        parts: for each part, its length in each bar, its colour (one for all bars, or one for
+            each), and its label.
+        names: the names of the bars; None: the axis keeps its ticks.
     """
     ends = [0.0] * len(parts[0][0])
     for lengths, colours, label in parts:

@@ -1,5 +1,5 @@
-"""`Summarized`: a base of values with many tensors, which print in one line, and as a table in a
-notebook."""
+"""`Summarized`: a base class for values with many tensors. They print in one line, and as a table
+in a notebook."""
 
 import re
 from typing import Any
@@ -15,8 +15,9 @@ _MOST = 100
 
 
 class Summarized:
-    """A base of attrs classes (`repr=False`) whose tensors are too many, or too large, to print:
-    `repr` says their dtypes and shapes. It reads no values, so that nothing waits for a device."""
+    """A base class for attrs classes (`repr=False`) whose tensors are too many or too large to
+    print: `repr` shows their dtypes and shapes. It reads no values, so it never waits for a device.
+    """
 
     __slots__ = ()
 
@@ -50,7 +51,7 @@ class Summarized:
 
     def _repr_html_(self) -> str | None:
         if getattr(self, "_taken_by", ""):
-            return None  # it was donated; its `repr` says so
+            return None  # it was donated, which its `repr` says
         return self.table()._repr_html_()
 
 

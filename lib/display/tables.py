@@ -1,8 +1,9 @@
-"""`Table`, which prints in a terminal and in a notebook; and the HTML and SVG of the other pictures
-in notebooks.
+"""`Table`, which prints in a terminal and in a notebook; and the HTML and SVG of other pictures in
+notebooks.
 
-The HTML is small and escaped, without scripts or style sheets. Text takes the colour of the page; a
-part with its own background also has its own text colour, so that both themes can be read.
+The HTML is small and escaped, without scripts or style sheets. Text takes the colour of the page,
+except that a part with a background also sets its text colour. So it can be read in light and dark
+themes.
 """
 
 import re
@@ -27,8 +28,8 @@ COLOURS = (
     "#d9d2c5",
 )
 _PIECE = "display: inline-block; white-space: pre"
-# As wide as the text below: a width of 0 does not widen the box, and the minimum width then fills
-# it.
+# This makes a bar as wide as the text below it: with a width of 0 it does not widen the box, and
+# the minimum width of 100 % then fills the box.
 _BAR = "display: block; width: 0; min-width: 100%; height: 2em; border-bottom: 1px solid"
 _CELL = "text-align: left; padding: 0.1em 0.8em 0.1em 0"
 _TABLE = "border-collapse: collapse; color: inherit; font-size: inherit"
@@ -40,8 +41,8 @@ _NUMBER = re.compile(r"[-+]?[\d,.]+(e[-+]?\d+)?( ?(%|s|ms|us|bytes|[KMG]iB))?")
 
 @attrs.frozen(repr=False)
 class Table:
-    """Rows of text below the names of their columns. A terminal shows it aligned, `rich` also in
-    its width, a notebook as HTML.
+    """Rows of text below the names of their columns. A terminal shows it aligned, `rich` also fits
+    it to the terminal's width, and a notebook shows HTML.
 
     Args:
         header: the names of the columns.
@@ -61,8 +62,8 @@ class Table:
 
     @classmethod
     def of(cls, rows: Iterable[Mapping[str, Any]], title: str = "") -> "Table":
-        """A table of rows, each of which maps the names of the columns to what is shown; nothing is
-        shown for None.
+        """A table of rows, each a mapping from the names of the columns to their values; None is
+        shown as an empty cell.
 
         >>> print(Table.of([{"name": "a", "size": 8}, {"name": "b", "size": None}]))
         name  size
@@ -98,7 +99,7 @@ class Table:
 
     __repr__ = __str__
 
-    # Not by rich: its HTML is one <pre> in fixed colours, with rules of box-drawing characters.
+    # Not by rich: its HTML is one <pre> in fixed colours, with lines of box-drawing characters.
     def _repr_html_(self) -> str:
         header, *rows = ([*map(text, line)] for line in (self.header, *self.rows))
         markup = html_table(header, rows, self.right)
@@ -129,7 +130,7 @@ class Table:
 
 
 class Tabled(ABC):
-    """A base of frozen values that are shown as a table, in a terminal and in a notebook."""
+    """A base class for frozen values that are shown as a table, in a terminal and in a notebook."""
 
     __slots__ = ()
 
@@ -150,7 +151,7 @@ class Tabled(ABC):
 
 
 def element(name: str, *inside: str, style: str = "", title: str = "") -> str:
-    """An HTML element around markup; its title is text."""
+    """An HTML element around markup; `title` is plain text."""
     attribute_values = {"style": style, "title": title}
     attributes = "".join(
         f' {key}="{escape(value)}"' for key, value in attribute_values.items() if value
@@ -159,14 +160,14 @@ def element(name: str, *inside: str, style: str = "", title: str = "") -> str:
 
 
 def text(value: object) -> str:
-    """A value as text, escaped."""
+    """A value as text, escaped for HTML."""
     return escape(str(value))
 
 
 def html_table(
     header: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[bool] = ()
 ) -> str:
-    """An HTML table of markup; `right` says which columns are aligned to the right."""
+    """An HTML table whose cells are markup; `right` says which columns are aligned to the right."""
     ends = [*right, *[False] * (len(header) - len(right))]
     styles = [_CELL.replace("left", "right") if end else _CELL for end in ends]
 
@@ -183,7 +184,7 @@ def html_table(
 
 
 def titled(title: str, *parts: str) -> str:
-    """A title above parts of a picture; all of them are markup."""
+    """A title above the parts of a picture; the title and the parts are markup."""
     return element("div", element("div", element("b", title), style="margin: 0.3em 0"), *parts)
 
 
@@ -198,14 +199,14 @@ def chip(label: str, colour: int) -> str:
 def columns(
     titles: Sequence[str], cells: Sequence[Sequence[tuple[int, str]]], most: int = 40
 ) -> str:
-    """Columns of lines, each after a number on its colour. A long column shows its first lines and
-    the number of the others.
+    """Columns of lines; before each line stands its number, on the colour of that number. A long
+    column shows its first lines and how many more there are.
 
     Args:
         titles: the titles of the columns.
-        cells: for each column, the number and the text of each line; text after a colon is shown as
-            a tooltip.
-        most: the most lines of a column.
+        cells: for each column, the number and the text of each line; a text with a colon is shown
+            up to the colon, and in full as a tooltip.
+        most: the most lines that a column shows.
     """
     tall = max(map(len, cells), default=0)
     rows = [
@@ -230,9 +231,10 @@ def _numbered(number: int, line: str) -> str:
 
 
 def strip(groups: Sequence[tuple[int, int]], *, joined: bool = False) -> str:
-    """Groups of boxes in a row, as an SVG: for each group the number of boxes and their colour.
+    """Groups of boxes in a row, as an SVG.
 
     Args:
+        groups: for each group, the number of boxes and the index of their colour.
         joined: whether to leave out the lines between the boxes of a group.
     """
     x = 1.0
@@ -263,11 +265,12 @@ def strip(groups: Sequence[tuple[int, int]], *, joined: bool = False) -> str:
 
 
 def bars_over_text(pieces: Sequence[tuple[str, float, str]], most: int = 160) -> str:
-    """Pieces of a text, each under a bar as wide as itself; of a long text the first ones, and the
-    number of the rest.
+    """Pieces of a text, each under a bar of its width. Of a long text, only the first pieces are
+    shown, and how many more there are.
 
     Args:
-        pieces: for each its text, the height of its bar from 0 to 1, and its tooltip.
+        pieces: for each piece, its text, the height of its bar from 0 to 1, and its tooltip.
+        most: the most pieces that are shown.
     """
     elements = []
     for piece, height, title in pieces[:most]:

@@ -1,2 +1,1 @@
-"""Meshes of ranks, the placements of tensors on them, and the collectives between their ranks, as
-data."""
+"""Meshes of ranks, placements of tensors on them, and collectives between their ranks, all as data."""

@@ -1,7 +1,7 @@
 """Collectives as effects: `AllReduce`, `AllGather`, `ReduceScatter`, `AllToAll` and `PPermute`, and
 their results.
 
-They are data like `weft.effects.Send`: they print, and parse back.
+They are data like `weft.effects.Send`: they print as text that parses back.
 """
 
 import re
@@ -17,12 +17,12 @@ from weft.schema import Schema, TensorSchema
 
 @attrs.frozen
 class _Meeting:
-    """The part that all collectives have.
+    """The fields that all collectives have.
 
     Args:
         ranks: the ranks that take part, in order.
         microbatch: the micro-batch.
-        schema: of each rank's tensor, if it is known.
+        schema: the schema of each rank's tensor, if it is known.
     """
 
     ranks: tuple[int, ...]
@@ -47,8 +47,8 @@ class AllReduce(_Meeting):
     """Each rank gets the sum (maximum, minimum) of the tensors of all.
 
     Args:
-        ranks, microbatch, schema: the ranks that take part, in order; the micro-batch; each rank's
-            tensor, if known.
+        ranks, microbatch, schema: the ranks that take part, in order; the micro-batch; the schema
+            of each rank's tensor, if it is known.
         reduce_op: `sum`, `max` or `min`. A sum is a balanced tree over the ranks in their order
             (`reduced`).
     """
@@ -80,7 +80,7 @@ class AllGather(_Meeting):
 
 @attrs.frozen
 class ReduceScatter(_Meeting):
-    """Each rank gets its part along `dim` of the sum (maximum, minimum) of the tensors of all.
+    """Each rank gets its part, along `dim`, of the sum (maximum, minimum) of the tensors of all.
 
     Args:
         ranks, microbatch, schema, reduce_op: as in `AllReduce`.
@@ -117,12 +117,12 @@ class AllToAll(_Meeting):
 
 @attrs.frozen
 class PPermute(_Meeting):
-    """Each rank sends its tensor to at most one other, and gets that of at most one. A rank that
-    nobody sends to gets zeros.
+    """Each rank sends its tensor to at most one rank, and receives at most one. A rank that
+    receives none gets zeros.
 
     Args:
         ranks, microbatch, schema: as in `AllReduce`.
-        pairs: the sender and the receiver of each tensor, as places among the ranks.
+        pairs: the sender and the receiver of each tensor, as indices into `ranks`.
     """
 
     pairs: tuple[tuple[int, int], ...] = ()
@@ -133,13 +133,13 @@ class PPermute(_Meeting):
         return f"ppermute {', '.join(f'{source} to {to}' for source, to in self.pairs) or 'none'}"
 
     def source_of(self, place: int) -> int | None:
-        """The place of the rank whose tensor goes to this place; None: nobody sends one."""
+        """The place of the rank whose tensor goes to this place; None if nobody sends one."""
         return {to: source for source, to in self.pairs}.get(place)
 
 
 Collective = AllReduce | AllGather | ReduceScatter | AllToAll | PPermute
 
-# The expression of a collective in the text of an effect.
+# The regular expression of a collective in the text of an effect.
 FORM = (
     r"(?P<collective>all_reduce|all_gather|reduce_scatter|all_to_all|ppermute)(?:"
     r" (?P<reduce>sum|max|min))?"
@@ -150,7 +150,7 @@ FORM = (
 
 
 def parsed(matched: re.Match[str], microbatch: int, schema: Schema | None) -> Collective | None:
-    """The collective of a match of `FORM`; None for options that it does not have."""
+    """The collective of a match of `FORM`; None if the collective does not have those options."""
     common = tuple(map(int, matched["ranks"].split(", "))), microbatch, schema
     match (
         matched["collective"],
@@ -181,7 +181,7 @@ def _parsed_pairs(text: str) -> tuple[tuple[int, int], ...]:
 
 
 def mistake_in_pairs(pairs: Sequence[tuple[int, int]], count: int) -> str | None:
-    """The reason why so many ranks cannot send their tensors so; None if they can."""
+    """Why `count` ranks cannot send their tensors as `pairs` say; None if they can."""
     if wrong := next((place for pair in pairs for place in pair if not 0 <= place < count), None):
         return f"place {wrong} among {count} ranks"
     for what, places in (
@@ -194,8 +194,8 @@ def mistake_in_pairs(pairs: Sequence[tuple[int, int]], count: int) -> str | None
 
 
 def impossible(effect: Collective) -> tuple[str, str] | None:
-    """The reason why no ranks can perform a collective on tensors of its schema, and what they can;
-    None: they can, as far as the schema and its dimensions are known."""
+    """Why no ranks can perform a collective on tensors of its schema, and what they can do instead.
+    None if they can, as far as the schema and its dimensions are known."""
     if isinstance(effect, PPermute) and (
         mistake := mistake_in_pairs(effect.pairs, len(effect.ranks))
     ):
@@ -245,8 +245,8 @@ def with_schema(effect: Collective, x: Tensor) -> Collective:
 
 
 def cut(effect: Collective, x: Tensor) -> Tensor:
-    """The parts of one rank's tensor that a collective sends to the ranks, [ranks, ...], in their
-    order: a part each, or the whole tensor to all. A view."""
+    """What a collective sends of one rank's tensor to each rank, [ranks, ...], in their order: a
+    part to each, or the whole tensor to all. A view."""
     count = len(effect.ranks)
     match effect:
         case ReduceScatter(dim=dim) | AllToAll(split_dim=dim):
@@ -258,7 +258,7 @@ def cut(effect: Collective, x: Tensor) -> Tensor:
 
 
 def goes(effect: Collective, source: int, to: int) -> bool:
-    """Whether the rank at one place needs what the rank at another one brings."""
+    """Whether the rank at place `to` needs the tensor of the rank at place `source`."""
     match effect:
         case PPermute(pairs=pairs):
             return (source, to) in pairs
@@ -267,8 +267,8 @@ def goes(effect: Collective, source: int, to: int) -> bool:
 
 
 def join(effect: Collective, received: Sequence[Tensor], place: int) -> Tensor:
-    """The result of a collective on the rank at a place among its ranks, from what it got of the
-    tensors of all ranks, in order."""
+    """The result of a collective on the rank at `place`, from what it received of the tensors of
+    all ranks, in order."""
     match effect:
         case AllReduce(reduce_op=reduce_op) | ReduceScatter(reduce_op=reduce_op):
             return reduced(received, reduce_op)
@@ -282,17 +282,18 @@ def join(effect: Collective, received: Sequence[Tensor], place: int) -> Tensor:
 
 
 def _zeros(like: Tensor) -> Tensor:
-    """Zeros. Autograd follows them, with a derivative of 0, as it does the tensors that other ranks
-    get."""
+    """Zeros in the shape of `like`. Autograd tracks them, with a derivative of 0, just as it tracks
+    the tensors that other ranks get."""
     zeros = torch.zeros_like(like)
     if like.requires_grad:
+        # The sum of no elements: 0, whatever the values are (`like * 0` would make NaN from inf).
         return zeros + like.reshape(-1)[:0].sum()
     return zeros
 
 
 def combine(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The result of a collective on each rank, by definition, from the tensors of all ranks in
-    order. Results may share memory with one another."""
+    """The result of a collective on each rank, computed by its definition from the tensors of all
+    ranks in order. Results may share memory."""
     if isinstance(effect, AllReduce | AllGather):
         return [join(effect, inputs, 0)] * len(inputs)
     by_rank = zip(*(cut(effect, x) for x in inputs), strict=True)

@@ -15,21 +15,22 @@ def distribute(tree: Any, mesh: Any, placements: Any) -> tuple[Any, ...]:
     """Each rank's part of a tree of whole tensors, in the order of the ranks: torch's
     `distribute_tensor`, for trees.
 
-    It makes the params of a pipeline over a mesh: `[*distribute(first, mesh, ...),
+    Use it to make the params of a pipeline over a mesh, `[*distribute(first, mesh, ...),
     *distribute(second, mesh, ...)]`, where `mesh` has the axes along which ranks share a stage; and
-    arguments of `weft.shard` that are `PerRank()`.
+    to make `PerRank()` arguments of `weft.shard`.
 
     Args:
-        tree: of tensors; other leaves go to every rank as they are.
+        tree: a tree of tensors; other leaves go to every rank unchanged.
         mesh: as `weft.shard` takes it.
-        placements: of the tree, as `in_placements` of `weft.shard` has it for one argument.
+        placements: the placements of the tree, like those of one argument in the `in_placements` of
+            `weft.shard`.
 
     Returns:
         A tree for each rank. Parts are views; a rank that writes its part in place needs a copy.
 
     Raises:
-        MeshError: placements that do not fit the mesh or the tree, or a dimension that the ranks
-            cannot share evenly.
+        MeshError: the placements do not fit the mesh or the tree, or the ranks cannot share a
+            dimension evenly.
         DonatedError: a tensor was donated before.
 
     >>> import torch, weft
@@ -64,11 +65,11 @@ def distribute(tree: Any, mesh: Any, placements: Any) -> tuple[Any, ...]:
 def match_placements(
     prefix: Any, tree: Any, call: str, name: str
 ) -> tuple[list[Any], list[Any], TreeSpec]:
-    """The placements in a tree of them, what is below each in another tree, and the structure
-    above.
+    """The placements in `prefix`, the subtree of `tree` below each of them, and the structure above
+    them.
 
     Raises:
-        MeshError: the other tree has another structure.
+        MeshError: `prefix` is not a prefix of `tree`.
     """
     placed, structure = tree_flatten(prefix, is_placement)
     try:

@@ -17,7 +17,7 @@ class Mesh:
 
     Args:
         sizes: the number of ranks along each axis, by its name.
-        unnamed: none; a size without a name is refused.
+        unnamed: only to refuse sizes without names.
 
     Raises:
         MeshError: there is no axis, an axis has no name, or the size of an axis is not a whole
@@ -49,13 +49,14 @@ class Mesh:
 
     @classmethod
     def of(cls, mesh: Any, call: str) -> "Mesh":
-        """The mesh that is given as one, as a dict of sizes, or as a
-        `torch.distributed.device_mesh.DeviceMesh`, whose ranks are numbered by their places in it.
+        """The mesh for a `Mesh`, a dict of sizes, or a `torch.distributed.device_mesh.DeviceMesh`,
+        whose ranks are numbered by their places in it.
         """
         if isinstance(mesh, Mesh):
             return mesh
         if isinstance(mesh, Mapping):
             return cls(**mesh)
+        # By its attributes, because an import of torch's class would take long.
         names = getattr(mesh, "mesh_dim_names", None)
         shape = getattr(mesh, "shape", None)
         if names and shape is not None:
@@ -93,7 +94,7 @@ class Mesh:
         return math.prod(size for _, size in self.axes[names.index(axis) + 1 :])
 
     def group(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The ranks that differ from `rank` along an axis alone, itself included, in order."""
+        """The ranks whose coordinates differ from those of `rank` at most along `axis`, in order."""
         first = rank - self.coordinates(rank)[axis] * self.stride(axis)
         return tuple(first + index * self.stride(axis) for index in range(self.sizes[axis]))
 

@@ -1,7 +1,7 @@
 """Placements of a tensor on the ranks of a mesh, in the terms of `torch.distributed.tensor`:
-`Shard`, `Replicate` and `Partial`. Its own placements may stand in their places.
+`Shard`, `Replicate` and `Partial`. The placements of torch are accepted in their place.
 
-These are classes of their own because the import of torch's takes as long as that of torch.
+weft has separate classes because importing torch's takes as long as importing torch itself.
 """
 
 import operator
@@ -27,7 +27,7 @@ REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 def reduced(inputs: Sequence[Tensor], reduce_op: str) -> Tensor:
     """The sum (maximum, minimum) of tensors, as a balanced tree: neighbours are added, then
-    neighbouring sums. A sum of 16-bit values is made in float32, and rounded once.
+    neighbouring sums. A sum of 16-bit floats is computed in float32 and rounded once.
 
     >>> reduced([torch.tensor(2.0**25), torch.tensor(1.0), torch.tensor(1.0), torch.tensor(2.0)], "sum") - 2.0**25
     tensor(4.)
@@ -39,8 +39,8 @@ def reduced(inputs: Sequence[Tensor], reduce_op: str) -> Tensor:
 
 @attrs.frozen
 class Shard:
-    """Each rank along the axis holds one part of dimension `dim`, all of one size, in the order of
-    the ranks."""
+    """Each rank along the axis holds one part of dimension `dim`; the parts have the same size and
+    are in the order of the ranks."""
 
     dim: int
 
@@ -52,12 +52,12 @@ class Shard:
 class Replicate:
     """Each rank along the axis holds the whole tensor.
 
-    As the placement of a result it is a claim, which `weft.shard` checks, so that a forgotten
-    `all_reduce` is an error. Nothing is compared where the ranks compute the result with the same
-    operators from the same values, which a collective makes of different ones. Elsewhere each call
-    compares the ranks' results, in every bit; on a GPU the host waits for them. What must be
-    compared can neither be differentiated nor become part of a graph, except where only `PerRank()`
-    arguments, such as weights that each rank loads, may differ.
+    As the placement of a result it is a claim that `weft.shard` checks, so that a forgotten
+    `all_reduce` is an error. Nothing is compared if the ranks compute the result with the same
+    operators from the same values; a collective makes equal values from different ones. Otherwise
+    each call compares the ranks' results, bit for bit, and on a GPU the host waits for them. A
+    result that must be compared can neither be differentiated nor become part of a graph, unless
+    only `PerRank()` arguments, such as weights that each rank loads, may differ.
     """
 
     def __str__(self) -> str:
@@ -66,12 +66,13 @@ class Replicate:
 
 @attrs.frozen
 class Partial:
-    """The tensor is the sum of what the ranks along the axis hold. As the placement of an argument:
-    the first rank gets the whole tensor, and the others get zeros (for `max` and `min`, the whole
-    tensor too).
+    """The tensor is the sum of what the ranks along the axis hold.
+
+    As the placement of an argument, it gives the whole tensor to the first rank and zeros to the
+    others (for `max` and `min`, the whole tensor to all).
 
     Args:
-        reduce_op: `sum`; or `max` or `min`, for the maximum or the minimum.
+        reduce_op: `sum`, `max` or `min`.
     """
 
     reduce_op: str = "sum"
@@ -84,8 +85,11 @@ class Partial:
 
 @attrs.frozen
 class PerRank:
-    """A tuple with one tree for each rank: each gets its own, and returns one. For what is never
-    whole, such as parameters that each rank loads, or states that each writes in place."""
+    """A tuple with one tree for each rank: each rank gets its tree, or returns it.
+
+    Use it for values that are never whole, such as parameters that each rank loads, or states that
+    each rank writes in place.
+    """
 
     def __str__(self) -> str:
         return "PerRank()"
@@ -97,15 +101,15 @@ _PLACEMENT = "Shard(dim), Replicate() or Partial(); PerRank() for a tuple of tre
 
 @attrs.frozen(init=False)
 class Placements:
-    """The placements of a tensor on a mesh of several axes, by axis; on the axes that are not named
+    """The placements of a tensor on a mesh of several axes, by axis; along axes that are not named
     it is replicated.
 
-    A dimension that is sharded over several axes is cut along the one that is named first, and each
-    part along the next: `Placements(z=Shard(0), y=Shard(0))` is JAX's `P(("z", "y"))`, whatever the
-    order of the axes in the mesh.
+    A dimension that is sharded over several axes is cut along the axis that is named first, and
+    each part along the next: `Placements(z=Shard(0), y=Shard(0))` is JAX's `P(("z", "y"))`,
+    whatever the order of the axes in the mesh.
 
     Args:
-        by_axis: for the name of an axis, its placement.
+        by_axis: the placement along each axis, by the axis name.
 
     >>> print(Placements(data=Shard(0), tensor=Shard(1)))
     Placements(data=Shard(0), tensor=Shard(1))
@@ -124,7 +128,7 @@ class Placements:
 
 
 def as_placement(spec: Any, call: str) -> Placement:
-    """A placement, of weft's or of torch's.
+    """The placement of weft for one of weft's or torch's.
 
     Raises:
         MeshError: it is neither.
@@ -150,24 +154,25 @@ _OF_TORCH: dict[str, Callable[[Any], Placement]] = {
 
 
 def is_placement(node: Any) -> bool:
-    """Whether a value is a placement, of weft's or of torch's, or several by axis."""
+    """Whether a value is a placement of weft or torch, or a `Placements`."""
+    # By its names, because an import of torch's classes would take long.
     of_torch = (
         type(node).__module__.startswith("torch.distributed") and type(node).__name__ in _OF_TORCH
     )
     return isinstance(node, Shard | Replicate | Partial | Placements | PerRank) or of_torch
 
 
-# The placement on each axis of a mesh: those that cut a tensor, in the order in which they do, and
-# then the others.
+# The placement along each axis of a mesh: first the shards, in the order in which they cut the
+# tensor, then the others.
 Layout = tuple[tuple[str, Placement], ...]
 
 
 def on_axes(spec: Any, mesh: Mesh, call: str) -> Layout:
-    """The placement on each axis of a mesh.
+    """The placement along each axis of a mesh.
 
     Raises:
-        MeshError: an axis that the mesh lacks; one placement that may be on any of several axes; or
-            no placement.
+        MeshError: the mesh lacks an axis; it has several, and a single placement does not say which
+            one it is for; or the value is not a placement.
     """
     if isinstance(spec, Placements):
         by_axis = dict(spec.by_axis)
@@ -193,21 +198,22 @@ def everywhere(placement: Placement, mesh: Mesh) -> Layout:
 
 
 def same_parts(one: Layout, other: Layout, ndim: int) -> bool:
-    """Whether two layouts give each rank the same part of a tensor with so many dimensions."""
+    """Whether two layouts give each rank the same part of a tensor with `ndim` dimensions."""
     return _by_dimension(one, ndim) == _by_dimension(other, ndim)
 
 
 def _by_dimension(layout: Layout, ndim: int) -> tuple[Any, Any]:
-    """The axes that cut each dimension, in order, and the placements on the others."""
+    """The axes that cut each dimension, in order, and the placements along the other axes."""
     cuts = [
         (placement.dim % ndim, axis) for axis, placement in layout if isinstance(placement, Shard)
     ]
     rest = {axis: placement for axis, placement in layout if not isinstance(placement, Shard)}
+    # The sort is stable: within one dimension, the order of the cuts matters and is kept.
     return sorted(cuts, key=lambda cut: cut[0]), rest
 
 
 def part_key(layout: Layout, mesh: Mesh, rank: int) -> Hashable:
-    """A key that two ranks share if they hold equal parts, whatever tensor it is that has this
+    """A key that is the same for two ranks if they hold equal parts of every tensor with this
     layout."""
     place = mesh.coordinates(rank)
     key: list[Hashable] = []
@@ -216,7 +222,7 @@ def part_key(layout: Layout, mesh: Mesh, rank: int) -> Hashable:
             case Shard():
                 key.append((axis, place[axis]))
             case Partial("sum"):
-                # The first one has all of it, and the others zeros
+                # The first rank has the whole tensor, the others have zeros.
                 key.append((axis, place[axis] > 0))
             case Partial() | Replicate():
                 pass
@@ -227,7 +233,7 @@ def part_of(value: Tensor, layout: Layout, mesh: Mesh, rank: int, call: str) -> 
     """A rank's part of a tensor. Shards are views.
 
     Raises:
-        MeshError: a dimension that the tensor lacks, or that the ranks cannot share evenly.
+        MeshError: the tensor lacks a dimension, or the ranks cannot share it evenly.
     """
     place = mesh.coordinates(rank)
     for axis, placement in layout:
@@ -258,6 +264,7 @@ def _extent(value: Tensor, dim: int, axis: str, size: int, call: str) -> int:
 def whole_of(parts: Sequence[Tensor], layout: Layout, mesh: Mesh) -> Tensor:
     """The tensor of which the ranks hold these parts: the inverse of `part_of`. Of replicas, the
     first is taken."""
+    # The cuts are undone in reverse order; after each axis, only its first ranks remain.
     by_rank = dict(enumerate(parts))
     for axis, placement in reversed(layout):
         firsts = [rank for rank in by_rank if not mesh.coordinates(rank)[axis]]

@@ -21,9 +21,10 @@ from weft.value_keys import value_key
 
 
 def differing(values: Sequence[Any]) -> list[int]:
-    """The indices of the values that differ from the first one in any bit; inside a transform of
-    torch.func, in any value. Tensors whose values cannot be read now, or at all, count as equal: in
-    a trace, or while a GPU captures.
+    """The indices of the values that differ from the first one in any bit.
+
+    Inside a transform of torch.func, tensors are compared by value instead. Tensors whose values
+    cannot be read (in a trace, while a GPU captures, or ever) count as equal.
 
     >>> differing([torch.zeros(2), torch.zeros(2), torch.ones(2)]), differing([1, 1.0])
     ([2], [1])
@@ -55,17 +56,18 @@ def _is_equal(a: Tensor, b: Tensor) -> bool:
     if is_functorch_wrapped_tensor(a) or is_functorch_wrapped_tensor(b):
         return _is_equal_in_each_row(a, b)
     dense = [x.detach().resolve_conj().resolve_neg().contiguous() for x in (a, b.to(a.device))]
-    # A dimension of one element may have any stride, which `reshape` keeps and `view` of another
-    # dtype refuses.
+    # Not `reshape`: a dimension of one element may have any stride, `reshape` keeps it, and then
+    # `view` with another dtype refuses it.
     flat = [x.as_strided((x.numel(),), (1,)) for x in dense]
+    # Compared as integers, because `torch.equal` takes -0.0 and 0.0 for equal, and NaNs for unequal.
     in_words = all(x.nbytes % 8 == 0 and x.storage_offset() * x.itemsize % 8 == 0 for x in flat)
     bits = [x.view(torch.int64 if in_words else torch.uint8) for x in flat]
     return torch.equal(*bits)
 
 
 def _is_equal_in_each_row(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors inside a transform have equal values, with all rows of `vmap`."""
-    if a.is_floating_point() and a.itemsize == 1:  # torch compares no such values
+    """Whether two tensors inside a transform have equal values, in all rows of `vmap`."""
+    if a.is_floating_point() and a.itemsize == 1:  # torch cannot compare 8-bit floats
         a = a.float()
         b = b.float()
     same = (a == b) | ((a != a) & (b != b))
@@ -74,7 +76,8 @@ def _is_equal_in_each_row(a: Tensor, b: Tensor) -> bool:
 
 @functools.lru_cache(256)
 def replicas(layout: Layout, mesh: Mesh) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """The axes along which a value is placed as `Replicate()`, each with ranks that hold one value."""
+    """The axes along which a value is placed as `Replicate()`, each with a group of ranks that must
+    hold the same value."""
     axes = (axis for axis, placement in layout if placement == Replicate())
     return tuple(
         (axis, ranks)

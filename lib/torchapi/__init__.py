@@ -1,1 +1,1 @@
-"""The private names of torch that weft uses, so that a new torch breaks one folder."""
+"""The private names of torch that weft uses, in one folder, so that a new torch breaks only it."""

@@ -1,7 +1,7 @@
-"""What torch keeps for each thread and a result depends on, so that another thread computes in the
-same surroundings.
+"""The per-thread settings of torch that a result depends on, to put them in force in another thread.
 
-Torch's global switches need no care: deterministic algorithms, the default dtype, `torch.backends`.
+Torch's global switches need no care, since all threads share them: deterministic algorithms, the
+default dtype, `torch.backends`.
 """
 
 import functools
@@ -17,7 +17,7 @@ from weft.torchapi.private import saved_tensors_hooks
 # Makes a context that puts something in force in the thread that enters it.
 Surroundings = Callable[[], AbstractContextManager[Any]]
 
-# torch's device types that may have an autocast.
+# torch's device types that may have an autocast mode.
 _AUTOCAST = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "ipu")
 
 _c: Any = torch._C
@@ -114,8 +114,8 @@ def _cuda_stream() -> Surroundings:
     return functools.partial(torch.cuda.stream, torch.cuda.current_stream())
 
 
-# What torch keeps for each thread, in the order in which it is put in force. Torch function modes
-# and dispatch modes are not among it: two threads cannot share one.
+# The settings that torch keeps for each thread, in the order in which they are put in force.
+# Function modes and dispatch modes are left out, because two threads cannot share one.
 PER_THREAD: dict[str, Callable[[], Surroundings]] = {
     "inference mode": _inference_mode,
     "grad mode": _grad_mode,
@@ -130,8 +130,8 @@ PER_THREAD: dict[str, Callable[[], Surroundings]] = {
 
 
 def surroundings() -> Surroundings:
-    """A function that makes a context, which puts in force in another thread what is in force in
-    this one now.
+    """A function that makes a context; in another thread, the context puts in force the settings
+    that this thread has now.
 
     >>> with torch.autocast("cpu", torch.bfloat16):
     ...     here = surroundings()

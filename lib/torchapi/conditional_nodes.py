@@ -1,8 +1,8 @@
 """WHILE nodes of CUDA graphs, by `cuda.bindings`: a part of a capture that repeats while a flag on
-the device holds.
+the device is true.
 
-A small kernel copies the flag into the condition of the node, once before the node and once at the
-end of each repetition. The driver compiles it, and supplies `cudaGraphSetConditional`.
+A small kernel copies the flag into the node's condition, once before the node and once at the end
+of each repetition. The driver compiles this kernel, and supplies `cudaGraphSetConditional`.
 """
 
 import ctypes
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What NVRTC makes of `cudaGraphSetConditional(handle, *flag ? 1 : 0)`. So no compiler is needed
-# where it runs.
+# The PTX that NVRTC makes from `cudaGraphSetConditional(handle, *flag ? 1 : 0)`. It is stored here
+# so that no compiler is needed at run time.
 _PTX = b"""
 .version 8.4
 .target sm_75
@@ -43,6 +43,7 @@ _PTX = b"""
     ret;
 }
 """
+# CUDA 12.4.
 _LEAST_DRIVER = 12040
 
 
@@ -54,8 +55,8 @@ def _checked(call: str, result: tuple[Any, ...]) -> list[Any]:
 
 
 def why_unavailable(device: torch.device) -> str | None:
-    """The reason why a capture on this device can have no WHILE node; None if it can. It loads the
-    kernel, which is not allowed during a capture."""
+    """The reason why a capture on this device cannot have a WHILE node; None if it can. It also
+    loads the kernel, which is not allowed during a capture."""
     try:
         with torch.cuda.device(device):
             _kernel(torch.cuda.current_device())
@@ -71,7 +72,8 @@ def _bindings(name: str) -> Any:
 
 @functools.cache
 def _kernel(_: int) -> Any:
-    """The kernel on the current device, which has this number, and the module that holds it."""
+    """The kernel on the current device, and the module that holds it. The argument is the device's
+    number, for the cache."""
     driver = _bindings("driver")
     runtime = _bindings("runtime")
     (version,) = _checked("cudaDriverGetVersion", runtime.cudaDriverGetVersion())
@@ -79,7 +81,7 @@ def _kernel(_: int) -> Any:
         raise RuntimeError(
             f"the driver supports CUDA {version}, and WHILE nodes need {_LEAST_DRIVER}"
         )
-    torch.zeros((), device="cuda")  # makes the context
+    torch.zeros((), device="cuda")  # makes sure that the device has a CUDA context
     image = ctypes.create_string_buffer(_PTX)
     (module,) = _checked("cuModuleLoadData", driver.cuModuleLoadData(ctypes.addressof(image)))
     (function,) = _checked(
@@ -104,17 +106,17 @@ def _set_condition(
 def repeat_while(
     flag: Tensor, step: Callable[[], None], stream: torch.cuda.Stream, pool: Any
 ) -> None:
-    """Add a WHILE node to the capture of the current stream, which repeats `step` while `flag`
-    holds.
+    """Add a WHILE node to the capture of the current stream; it repeats `step` while `flag` is
+    true.
 
     Args:
         flag: [] bool on the device; `step` writes it.
         step: launches one repetition on the current stream.
         stream: another stream, on which the repetition is captured.
-        pool: a `torch.cuda.MemPool` for its memory, which must live as long as the graph.
+        pool: a `torch.cuda.MemPool` for the memory of `step`; it must live as long as the graph.
 
     Raises:
-        RuntimeError: CUDA refuses the node. Then the capture around it has to end.
+        RuntimeError: CUDA refuses the node. Then the surrounding capture has to end.
     """
     runtime = _bindings("runtime")
     driver = _bindings("driver")
@@ -127,6 +129,7 @@ def repeat_while(
     _set_condition(device, handle, flag, outer)
     graph, dependencies = _captured(runtime, outer)
     node, body = _add_node(driver, graph, dependencies, handle)
+    # The node was added to the graph directly, so tell the stream that its later work follows it.
     kept = runtime.cudaStreamUpdateCaptureDependenciesFlags.cudaStreamSetCaptureDependencies
     updated = runtime.cudaStreamUpdateCaptureDependencies(outer.cuda_stream, [node], None, 1, kept)
     _checked("cudaStreamUpdateCaptureDependencies", updated)
@@ -138,13 +141,14 @@ def repeat_while(
             step()
             _set_condition(device, handle, flag, stream)
     except BaseException:
+        # Leave the stream usable; the error says what went wrong, so this result is not checked.
         runtime.cudaStreamEndCapture(stream.cuda_stream)
         raise
     _checked("cudaStreamEndCapture", runtime.cudaStreamEndCapture(stream.cuda_stream))
 
 
 def _captured(runtime: Any, stream: torch.cuda.Stream) -> tuple[Any, list[Any]]:
-    """The graph into which a stream is captured, and the nodes that the next one depends on."""
+    """The graph that a stream is captured into, and the nodes that its next node depends on."""
     status, _, graph, dependencies, *_ = _checked(
         "cudaStreamGetCaptureInfo", runtime.cudaStreamGetCaptureInfo(stream.cuda_stream)
     )

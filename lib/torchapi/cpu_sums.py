@@ -1,4 +1,4 @@
-"""The settings of torch on which the order of a product's sums on the CPU depends."""
+"""Matrix products on the CPU whose sums have an order that no setting of torch changes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,15 +11,15 @@ Function = Callable[..., Any]
 
 
 def in_fixed_order(name: str, function: Function) -> Function:
-    """`function(*args, batch_invariant=True)` with sums whose order no setting of torch changes: in
-    one thread of the CPU, and outside autocast. The result takes `args`.
+    """A function that calls `function(*args, batch_invariant=True)` in one CPU thread and outside
+    autocast, so that no setting of torch changes the order of its sums.
 
-    A product divides its columns among threads, so that a machine with more cores would have other
-    bits. The other settings belong to the whole process, and cannot be changed for one call while
-    other threads compute.
+    A product divides its columns among threads, so that a machine with more cores would compute
+    other bits. The other settings belong to the whole process and cannot be changed for one call
+    while other threads compute.
 
     Args:
-        name: of the operator, for errors.
+        name: the name of the operator, for errors.
         function: the CPU implementation of a batch-invariant operator.
 
     Raises:
@@ -28,7 +28,7 @@ def in_fixed_order(name: str, function: Function) -> Function:
 
     def call(*args: Any) -> Any:
         _check_settings(name)
-        threads = torch.get_num_threads()  # of this thread
+        threads = torch.get_num_threads()  # a setting of this thread alone
         if threads > 1:
             torch.set_num_threads(1)
         try:

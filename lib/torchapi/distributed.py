@@ -1,4 +1,4 @@
-"""The names of torch.distributed that torch does not export, or exports without types: stores,
+"""The parts of torch.distributed that torch does not export, or exports without types: stores,
 private process groups, symmetric memory."""
 
 import contextlib
@@ -26,17 +26,17 @@ __all__ = [
 
 
 _RUNS = itertools.count()
-_DIST: Any = dist  # whose stores are documented, and not exported for type checkers
+_DIST: Any = dist  # its stores are documented, but not exported for type checkers
 
 
 def rendezvous_store(rank: int, timeout: float) -> tuple[str, Any]:
-    """The prefix of the keys, which no earlier call returned, and a `torch.distributed.Store` that
-    all processes of a launcher share: the default process group's where there is one, else the one
-    at MASTER_ADDR and MASTER_PORT.
+    """A prefix for keys, different in each call, and a `torch.distributed.Store` with that prefix
+    that all processes of a launcher share: that of the default process group if there is one, else
+    the one at MASTER_ADDR and MASTER_PORT.
 
     Raises:
         ValueError: the environment names no store.
-        RuntimeError: there is none, or rank 0 cannot host it.
+        RuntimeError: there is no store, or rank 0 cannot host it.
     """
     if dist.is_initialized():
         whole = dist.distributed_c10d._get_default_store()
@@ -47,7 +47,8 @@ def rendezvous_store(rank: int, timeout: float) -> tuple[str, Any]:
         address = os.environ["MASTER_ADDR"]
         port = int(os.environ["MASTER_PORT"])
         whole = _root(address, port, rank == 0 and not agent, timeout).clone()
-    # An agent's store outlives a restart of its ranks
+    # The store of a torchelastic agent outlives a restart of its ranks, whose old keys would be
+    # read again without the number of the attempt.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     prefix = f"weft/{attempt}/{next(_RUNS)}"
     return prefix, _DIST.PrefixStore(prefix, whole)
@@ -55,7 +56,8 @@ def rendezvous_store(rank: int, timeout: float) -> tuple[str, Any]:
 
 @functools.cache
 def _root(address: str, port: int, hosts: bool, timeout: float) -> Any:
-    """One connection a process to the store of its launcher, hosted by this process or found."""
+    """The connection of this process to the store of its launcher, which it hosts if `hosts`. It is
+    cached, so each process has one."""
     if hosts:
         return _hosted(address, port, timeout)
     return _DIST.TCPStore(
@@ -64,21 +66,21 @@ def _root(address: str, port: int, hosts: bool, timeout: float) -> Any:
 
 
 def root_store(store: Any) -> Any:
-    """The store below all prefixes: what a launcher writes into."""
+    """The store below all prefixes, into which a launcher writes."""
     while isinstance(store, _DIST.PrefixStore):
         store = store.underlying_store
     return store
 
 
 def host_store(address: str, timeout: float) -> Any:
-    """A store that this process hosts, at a free `port` of one address, for a launcher's ranks to
-    find."""
+    """A store that this process hosts for a launcher's ranks, at a free port of one address (its
+    `port`)."""
     return _hosted(address, 0, timeout)
 
 
 def _hosted(address: str, port: int, timeout: float) -> Any:
-    """A store on a socket of our own: TCPStore itself would listen on every interface, whatever
-    address it is given."""
+    """A store on a socket that we open, because TCPStore itself would listen on every interface,
+    whatever address it is given."""
     try:
         socket = listen(address, port)
     except OSError as error:
@@ -91,7 +93,7 @@ def _hosted(address: str, port: int, timeout: float) -> Any:
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """A TCP socket that listens at one address alone; `port` 0 takes a free one.
+    """A TCP socket that listens only at one address; `port` 0 takes a free port.
 
     Raises:
         OSError: this machine does not have the address, or the port is taken.
@@ -103,12 +105,13 @@ def listen(address: str, port: int = 0) -> socket.socket:
 def gloo_group(
     name: str, store: Any, rank: int, num_ranks: int, timeout: float, address: str
 ) -> Any:
-    """A gloo process group for `send(tensors, peer, tag)` and `recv(...)`, known to nobody else.
+    """A gloo process group for `send(tensors, peer, tag)` and `recv(...)` that is not registered
+    with torch.
 
     Args:
         name: different for each group of a store.
-        timeout: seconds, for the connections too.
-        address: of this machine, where its connections listen, and nowhere else.
+        timeout: in seconds, also for making the connections.
+        address: the only address of this machine at which the connections listen.
     """
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
@@ -120,26 +123,27 @@ def gloo_group(
 def nccl_group(
     name: str, store: Any, rank: int, num_ranks: int, timeout: float, interface: str | None
 ) -> Any:
-    """An NCCL process group for `send(tensors, peer, tag)` and `recv(...)`, known to nobody else.
-    NCCL's own watchdog, which ends the process without naming a rank, leaves that to the caller's.
+    """An NCCL process group for `send(tensors, peer, tag)` and `recv(...)` that is not registered
+    with torch. Its watchdog does not end the process, as it would without naming a rank; the caller
+    watches instead.
 
     Args:
         name, timeout: as for `gloo_group`.
-        interface: the only one that NCCL listens on, unless NCCL_SOCKET_IFNAME says otherwise;
-            None: NCCL chooses.
+        interface: the only network interface on which NCCL listens, unless NCCL_SOCKET_IFNAME says
+            otherwise; None: NCCL chooses.
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=2 * timeout + 60)
     if interface is not None:
-        # Read when the first communicator connects
+        # NCCL reads it when the first communicator connects, so it must stay set.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
         return dist.ProcessGroupNCCL(_apart(name, store, timeout), rank, num_ranks, options)
 
 
 def _apart(name: str, store: Any, timeout: float) -> Any:
-    """A connection of its own to a store: it may wait for as long, and nobody else's wait is cut
-    short."""
+    """A separate connection to a store, with a separate timeout: a wait on it neither delays nor
+    shortens the waits of others."""
     apart = store.clone()
     apart.set_timeout(timedelta(seconds=timeout))
     return _DIST.PrefixStore(name, apart)
@@ -147,7 +151,7 @@ def _apart(name: str, store: Any, timeout: float) -> Any:
 
 @contextlib.contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """An environment variable set for a while."""
+    """Set an environment variable inside the context."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -168,17 +172,17 @@ def symmetric_memory(
     device: torch.device,
     address: str,
 ) -> list[Tensor]:
-    """`nbytes` bytes of zeros on every rank's GPU, and a view of each rank's from here: [nbytes]
-    uint8, one a rank. `address` is as for `gloo_group`.
+    """Allocate `nbytes` zero bytes on every rank's GPU, and return this rank's view of each rank's
+    memory: one tensor [nbytes] uint8 per rank. `address` is as for `gloo_group`.
 
-    Collective: every rank calls it with the same size. The memory lives as long as the views.
+    It is collective: every rank calls it with the same size. The memory lives as long as the views.
     """
     from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
     own_store = _DIST.PrefixStore(name, store)
-    unique: Any = (
-        f"weft/{name}/{next(_RUNS)}"  # the registry is the process's; every rank counts alike
-    )
+    # The registry of groups belongs to the process, so the name must be new. Every rank makes the
+    # same calls, so all of them get the same number.
+    unique: Any = f"weft/{name}/{next(_RUNS)}"
     group = dist.ProcessGroup(own_store, rank, num_ranks)
     gloo = gloo_group("gloo", own_store, rank, num_ranks, 60.0, address)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -187,6 +191,7 @@ def symmetric_memory(
     _SymmetricMemory.set_group_info(unique, rank, num_ranks, own_store)
     buffer = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device, unique)
     buffer.zero_()
+    # The zeros must be written before another rank can reach the buffer.
     torch.cuda.synchronize(device)
     handle = _SymmetricMemory.rendezvous(buffer)
     views = [handle.get_buffer(peer, (nbytes,), torch.uint8) for peer in range(num_ranks)]

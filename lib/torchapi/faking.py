@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from weft.torchapi.frames import clear_frames
 from weft.torchapi.private import innermost
 
-# Words of the errors that torch raises where a fake tensor would have to have values.
+# Words in the errors that torch raises where a fake tensor would need values.
 _WITHOUT_VALUES = (
     "fake",
     "datadependent",
@@ -31,24 +31,24 @@ _SNAPSHOT_KEY = torch._C.DispatchKey.PythonTLSSnapshot
 
 
 class _Fakes(FakeTensorMode):
-    """Fake tensors that any thread may make."""
+    """A fake tensor mode that works in any thread."""
 
     @property
     def avoid_device_init(self) -> bool:
-        """False: where there is no GPU, torch would put an object of this thread in place of one of
-        the process, and read it (in 2.11) after the thread's end. It serves fake tensors on a GPU
-        that is not there."""
+        """Always False. If it were True on a machine without a GPU, torch would replace an object
+        of the process by one of this thread, and (in 2.11) read it after the thread has ended. It
+        serves only fake tensors on a GPU that does not exist."""
         return False
 
 
 def fake_tensors() -> FakeTensorMode:
-    """A context in which operators make fake tensors. It takes real ones as well."""
+    """A context in which operators make fake tensors. It accepts real ones as inputs too."""
     return _Fakes(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
 
 
 def is_fake_of(tensor: Tensor, mode: FakeTensorMode) -> bool:
-    """Whether a tensor, or the one inside the wrappers of torch.func's transforms, was made in this
-    context."""
+    """Whether a tensor, or the one inside the wrappers of torch.func's transforms, is a fake tensor
+    of this context."""
     inner = innermost(tensor)
     return isinstance(inner, FakeTensor) and inner.fake_mode is mode
 
@@ -65,26 +65,29 @@ def makes_subclass(error: BaseException) -> bool:
 
 
 def is_fault_of_torch(error: BaseException) -> bool:
-    """Whether torch says that an error is one of its own."""
+    """Whether an error is a failed assertion inside torch."""
     return "INTERNAL ASSERT FAILED" in str(error)
 
 
 def called_by_dispatcher() -> bool:
-    """Whether a dispatch mode was called for an operator that a function called. Autograd calls
-    `detach` by itself for each tensor that it saves; that call bypasses the dispatcher, which
-    otherwise excludes the keys above the mode's."""
+    """Whether a dispatch mode was called for an operator that some code called.
+
+    The alternative is autograd, which calls `detach` for each tensor that it saves. That call
+    bypasses the dispatcher, which otherwise excludes the keys above the mode's.
+    """
     excluded: bool = torch._C._dispatch_tls_is_dispatch_key_excluded(_SNAPSHOT_KEY)
     return excluded
 
 
 @contextlib.contextmanager
 def keeping_dispatch_keys() -> Iterator[None]:
-    """A context after which the dispatcher of this thread is as it was, also after an error.
+    """A context that restores the state of this thread's dispatcher at its end, even after an
+    error.
 
-    Some functions of torch hold a guard of the dispatcher in a local variable
-    (`torch._tensor_str._str`). An error keeps their frames, and with them the guard, which would
-    restore an old state of the dispatcher when the error is dropped: then modes are passed over,
-    and the next trace computes with memory that nothing has written.
+    Some functions of torch hold a dispatcher guard in a local variable
+    (`torch._tensor_str._str`). An error keeps their frames alive, and with them the guard, which
+    would restore an old dispatcher state once the error is dropped: then modes are skipped, and the
+    next trace computes with uninitialized memory.
     """
     with torch._C._PreserveDispatchKeyGuard():
         try:

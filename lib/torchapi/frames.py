@@ -1,8 +1,8 @@
-"""Facts about torch that only Python's frames tell, since torch offers them in no other way.
+"""Facts about running code that weft reads from Python's frames, since torch does not offer them.
 
-- `nn.TransformerEncoder` converts its input to a nested tensor outside a capture, and not under a
-  function mode: what it returns where there is padding differs, and only its `forward` knows its
-  padding.
+- `nn.TransformerEncoder` converts its input to a nested tensor, but not under a function mode, as
+  in a capture. What it returns at the padding then differs, and only its `forward` knows where the
+  padding is.
 - A function mode does not see `Tensor.__reduce_ex__`, which returns early for plain tensors, nor
   the pickler, which reads storages and not tensors. `copy.copy` calls the same method and reads
   nothing; only the caller differs. A patch of `Tensor.__reduce_ex__` would affect all threads, and
@@ -19,29 +19,30 @@ from typing import Any
 
 import torch
 
-# An attribute of tensors that `Tensor.__reduce_ex__` reads, and hardly any other code; see
-# `in_pickle`.
+# An attribute of tensors that `Tensor.__reduce_ex__` reads, and hardly any other code does. Its
+# read is the sign to ask `in_pickle`.
 READ_BY_PICKLE: Any = torch.Tensor._backward_hooks
 
 
 def compiled_caller(below: str) -> types.FrameType | None:
     """The frame that called a result of `torch.compile`, if one runs above the innermost frame of
-    the module `below`; None if none runs. If torch called it, that is the function of torch that
-    was called."""
+    the module `below`; else None. If torch made that call, it is the frame of the torch function
+    that the user's code called."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != below:
         name = frame.f_globals.get("__name__")
         if name == "torch._dynamo.eval_frame" and frame.f_code.co_qualname.startswith(
             "_TorchDynamoContext."
         ):
-            # And not DisableContext, which keeps the compiler off
+            # Not `DisableContext`, which runs code without compiling it.
             return _first_of_torch(frame.f_back)
         frame = frame.f_back
     return None
 
 
 def _first_of_torch(frame: types.FrameType | None) -> types.FrameType | None:
-    """The outermost of the frames of torch that this one is in; itself if it is not torch's."""
+    """The outermost frame of the run of torch's frames that ends at this one; the frame itself if
+    it is not torch's."""
     while frame is not None and all(_is_of_torch(one) for one in (frame, frame.f_back)):
         frame = frame.f_back
     return frame
@@ -52,9 +53,9 @@ def _is_of_torch(frame: types.FrameType | None) -> bool:
 
 
 def drops_padding() -> bool:
-    """Whether a running `nn.TransformerEncoder` would take the padding out, outside a capture, and
-    so return zeros in its places: in a nested tensor, which its layers take on their fast path
-    alone."""
+    """Whether a running `nn.TransformerEncoder` would, outside a capture, convert its input to a
+    nested tensor and so return zeros at the padding. Its layers take nested tensors only on their
+    fast path."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_qualname == "TransformerEncoder.forward":
@@ -80,8 +81,8 @@ def drops_padding() -> bool:
 
 
 def in_pickle() -> bool:
-    """Whether a tensor's `__reduce_ex__` is running, called by code other than `copy`, which keeps
-    the storage."""
+    """Whether a tensor's `__reduce_ex__` is running, and was not called by `copy`, which keeps the
+    storage."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "__reduce_ex__":
         frame = frame.f_back
@@ -94,8 +95,8 @@ def in_pickle() -> bool:
 
 def custom_function(below: str) -> type | None:
     """The class of the innermost `torch.autograd.Function` whose `forward` runs above the innermost
-    frame of the module `below`; None if none runs. No frame tells of its `apply`, which is no
-    Python."""
+    frame of the module `below`; None if none runs. Its `apply` has no frame, as it is not Python.
+    """
     kinds = {
         code: kind
         for kind in _subclasses(torch.autograd.Function)
@@ -117,19 +118,20 @@ def _subclasses(kind: type) -> Iterator[type]:
 
 
 def _code_of_forward(kind: Any) -> types.CodeType | None:
-    """The code of a Function's `forward`, also if a decorator wraps it."""
+    """The code of a Function's `forward`, even if a decorator wraps it."""
     code: types.CodeType | None = getattr(inspect.unwrap(kind.forward), "__code__", None)
     return code
 
 
 def clear_frames(error: BaseException, folder: str = "") -> None:
-    """Drop what the frames of an error and of its causes hold: a generator or a guard among it ends
-    what it has begun, such as the hooks of `torch.utils.checkpoint`, though the error itself is
-    kept.
+    """Drop the local variables in the frames of an error and of its causes.
+
+    Generators and guards among them then end what they began, such as the hooks of
+    `torch.utils.checkpoint`, although the error itself is kept.
 
     Args:
-        error: the error. Its frames that still run are left as they are.
-        folder: only the frames of code in files whose path begins with this.
+        error: the error. Frames that still run are left as they are.
+        folder: clear only frames of code in files whose path begins with this.
     """
     errors: list[BaseException] = []
     following: BaseException | None = error

@@ -10,8 +10,10 @@ from weft.extras import install_command
 
 
 def operator_database() -> tuple[Any, ...]:
-    """The entries of `op_db`, by which torch tests its own operators, without the seed that it sets
-    before each random operator: no function that seeds can be captured.
+    """The entries of `op_db`, with which torch tests its own operators.
+
+    They do not set the seed before each random operator, as torch's do, because no function that
+    sets a seed can be captured.
 
     Raises:
         MissingPackageError: a package that torch's tests import is not installed.

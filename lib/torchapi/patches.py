@@ -1,8 +1,8 @@
-"""Patches of torch that captures need: what torch says of captures, TorchScript's reads, the
+"""Patches of torch that captures need: whether a capture is running, what TorchScript reads, the
 default generator, and the fast path of attention.
 
-Each is installed at its first use, does nothing outside its context, and concerns the thread of the
-context alone.
+Each is installed at its first use, does nothing outside its context, and affects only the thread of
+the context.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ _SIGNALLED: ContextVar[bool] = ContextVar("weft.capture_signalled", default=Fals
 
 @functools.cache
 def _hear_the_signal() -> None:
-    """Make `torch.cuda.is_current_stream_capturing` report `signal_capture` too, under each of its
-    names."""
+    """Make `torch.cuda.is_current_stream_capturing`, under each of its names, return True in
+    `signal_capture` too."""
     graphs: Any = torch.cuda.graphs
     is_capturing: Callable[[], bool] = graphs._cuda_isCurrentStreamCapturing
     graphs._cuda_isCurrentStreamCapturing = lambda: _SIGNALLED.get() or is_capturing()
@@ -29,10 +29,11 @@ def _hear_the_signal() -> None:
 def signal_capture() -> Iterator[None]:
     """A context in which `torch.cuda.is_current_stream_capturing()` is True, in this thread alone.
 
-    Code that reads tensors on the host calls it, so as not to do so in a CUDA graph (transformers'
-    masks, torch's SyncBatchNorm: https://github.com/pytorch/pytorch/issues/78549), and CUDA itself
-    returns True during a capture. `torch.compiler.is_compiling()` would claim too much, and in all
-    threads: optimizers, collectives and mixtures of experts then compute in other ways.
+    Code that reads tensors on the host asks it first, so as not to do so in a CUDA graph
+    (transformers' masks, torch's SyncBatchNorm: https://github.com/pytorch/pytorch/issues/78549),
+    and in a real capture CUDA answers True. Making `torch.compiler.is_compiling()` True instead
+    would have too many effects, and in all threads: optimizers, collectives and mixtures of experts
+    then compute in other ways.
     """
     _hear_the_signal()
     token = _SIGNALLED.set(True)
@@ -50,8 +51,8 @@ _READ_BY_SCRIPTS = ("prim::tolist", "prim::Print", "aten::format", "aten::str")
 
 @functools.cache
 def _hear_scripts() -> None:
-    """Make calls of TorchScript's functions and methods tell `hearing_scripts` of reads that reach
-    no operator."""
+    """Make calls of TorchScript functions and methods report host reads that use no operator to
+    `hearing_scripts`."""
 
     def hearing(kind: Any) -> Callable[..., Any]:
         call: Callable[..., Any] = kind.__call__
@@ -71,8 +72,8 @@ def _hear_scripts() -> None:
 
 
 def _read_by(script: Any) -> str | None:
-    """The first node of a TorchScript function that reads a tensor on the host without an operator;
-    None if none does."""
+    """The kind of the first node in a TorchScript function that reads a tensor on the host without
+    an operator; None if there is none."""
     graph = script.inlined_graph  # a copy, which owns the nodes
     for kind in _READ_BY_SCRIPTS:
         for node in graph.findAllNodes(kind, True):
@@ -83,8 +84,8 @@ def _read_by(script: Any) -> str | None:
 
 @contextlib.contextmanager
 def hearing_scripts(tell: Callable[[str], None]) -> Iterator[None]:
-    """A context in which `tell` is called before a TorchScript function runs, in this thread, that
-    reads a tensor on the host without an operator, with the name of what reads it."""
+    """A context in which `tell` is called before a TorchScript function runs in this thread that
+    reads a tensor on the host without an operator. It gets the kind of the node that reads it."""
     _hear_scripts()
     token = _HEARS_SCRIPTS.set(tell)
     try:
@@ -100,8 +101,7 @@ _STANDS_FOR_DEFAULT: ContextVar[torch.Generator | None] = ContextVar(
 
 @functools.cache
 def _divert_default_generator() -> None:
-    """Make torch's functions for the CPU's default generator use the one that stands for it, if
-    there is one."""
+    """Make torch's functions for the CPU's default generator use its stand-in, if there is one."""
 
     def diverting(name: str, method: str) -> Callable[..., Any]:
         function: Callable[..., Any] = getattr(torch.random, name)
@@ -116,6 +116,7 @@ def _divert_default_generator() -> None:
         return divert
 
     for name in ("manual_seed", "seed", "initial_seed", "get_rng_state", "set_rng_state"):
+        # A generator's own methods are called `get_state` and `set_state`.
         diverted = diverting(name, name.replace("rng_", ""))
         setattr(torch.random, name, diverted)
         setattr(torch, name, diverted)
@@ -137,8 +138,10 @@ _FAST_PATH_OFF: ContextVar[bool] = ContextVar("weft.attention_fast_path_off", de
 
 
 def _get_fastpath_enabled() -> bool:
-    """As torch's, and False in `without_attention_fast_path`. TorchScript compiles this function,
-    and leaves out the block; torch.compile follows neither context variables nor torch's function.
+    """Like torch's function of this name, but False in `without_attention_fast_path`.
+
+    TorchScript compiles this function and leaves out the block. torch.compile can trace neither
+    context variables nor torch's own function, so torch's flag is read directly.
     """
     if not torch.jit.is_scripting():  # type: ignore[attr-defined]
         off = not torch.compiler.is_dynamo_compiling() and _FAST_PATH_OFF.get()
@@ -148,19 +151,19 @@ def _get_fastpath_enabled() -> bool:
 
 @functools.cache
 def _ask_for_the_fast_path() -> None:
-    """Make torch's attention ask `_get_fastpath_enabled`."""
+    """Make torch's attention call `_get_fastpath_enabled`."""
     torch.backends.mha.get_fastpath_enabled = _get_fastpath_enabled
 
 
 @contextlib.contextmanager
 def without_attention_fast_path() -> Iterator[None]:
-    """A context in which torch.nn's attention and transformers take no fast path, in this thread
-    alone.
+    """A context in which torch.nn's attention and transformers do not take their fast path, in this
+    thread only.
 
     In `eval()`, `nn.MultiheadAttention`, `nn.TransformerEncoderLayer` and `nn.TransformerEncoder`
-    call one operator for the whole layer if they can, whose bits differ from those of the operators
-    that they call otherwise. Under a function mode, as in a capture, they cannot. So that a graph
-    has the bits of the function itself, neither takes it.
+    call one operator for the whole layer if they can. Its result differs in its bits from that of
+    the operators that they call otherwise. Under a function mode, as in a capture, they cannot call
+    it. For a graph to have the bits of the function itself, neither may take the fast path.
     """
     _ask_for_the_fast_path()
     token = _FAST_PATH_OFF.set(True)

@@ -87,7 +87,6 @@ def is_compiled(function: Any) -> bool:
 
 def uncompiled(function: F) -> F:
     """Keep `torch.compile` from compiling a function and everything that it calls."""
-    # Not `torch._dynamo.disable`, whose wrapper would cost time in each call.
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
     eval_frame.set_code_exec_strategy(function.__code__, skip)
     return function
@@ -377,7 +376,7 @@ def empty_strided_on(
 def current_device() -> Callable[[], int | None]:
     """`torch.cuda.current_device`, without torch's Python wrapper; always None without CUDA."""
     if not torch.cuda.is_available():
-        return lambda: None  # a CUDA build of torch would look for the driver in each call
+        return lambda: None  # in a CUDA build, torch's function would look for the driver
     index: Callable[[], int] = torch._C._cuda_getDevice
     return index
 
@@ -562,7 +561,7 @@ _SETTERS: dict[str, Callable[[Any], Any]] = {
 
 
 def generator_bytes(generator: torch.Generator) -> bytes:
-    """A random generator's state, read without any operator, which a mode could see."""
+    """A random generator's state, read without dispatching an operator."""
     with torch._C.DisableTorchFunction():
         state = generator.get_state()
         return ctypes.string_at(state.data_ptr(), state.numel())

@@ -1,5 +1,5 @@
-"""torch's product in FP8 with a scale for each block, `F.scaled_mm`: what it needs, and how it is
-called."""
+"""torch's FP8 matrix product with block scales, `F.scaled_mm`: when it is available, and its
+call."""
 
 import functools
 
@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 @functools.cache
 def scaled_mm_lacks() -> str | None:
-    """Why `scaled_mm` of this torch cannot run on this machine's GPU; without a GPU, on the one
-    whose tiles are chosen. None if it can."""
+    """Why `scaled_mm` of this torch cannot run on this machine's GPU; None if it can. Without a GPU
+    only the versions of torch and CUDA are checked."""
     cuda = torch.version.cuda
     if not hasattr(F, "scaled_mm"):
         return f"torch {torch.__version__} has no scaled_mm"
@@ -23,7 +23,7 @@ def scaled_mm_lacks() -> str | None:
 
 
 def scaled_mm(values: Tensor, weight: Tensor, by_token: Tensor, by_block: Tensor) -> Tensor:
-    """torch's product of values and weights in FP8: `[T, R]`, in bfloat16.
+    """The product of values and weights in FP8, by torch: `[T, R]`, in bfloat16.
 
     Args:
         values: `[T, C]`; T is a multiple of four.

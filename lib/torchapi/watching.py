@@ -1,13 +1,13 @@
-"""`OperatorWatch`: a context that sees each operator below autograd, and that torch's own code does
-not notice.
+"""`OperatorWatch`: a context that sees each operator below autograd, without torch's own code
+noticing it.
 
 Some of torch's composite operators and derivatives compute in another way while a
-`TorchDispatchMode` is active: the derivative of `max` returns nan where it returns 0 otherwise,
-`svdvals` computes vectors too (`areAnyTensorSubclassLike` in
+`TorchDispatchMode` is active: the derivative of `max` returns nan instead of 0, `svdvals` computes
+vectors too (`areAnyTensorSubclassLike` in
 https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/TensorSubclassLikeUtils.h). A capture
-under such a mode would record that other way. So a watch uses a dispatch key of its own: `Fake`,
-which torch reserves for packages outside it and does not use, directly above the key of dispatch
-modes.
+under such a mode would record that other way. So a watch uses a separate dispatch key: `Fake`,
+which torch reserves for external packages and does not use itself, directly above the key of
+dispatch modes.
 """
 
 import ctypes
@@ -19,15 +19,15 @@ import torch
 
 KEY = torch._C._dispatch_key_parse("Fake")
 _KEYS = torch._C.DispatchKeySet(KEY)
-# The name of the active watches, innermost last, among the objects that follow the work of a thread
-# into the threads of the autograd engine.
+# The key under which the active watches, innermost last, are stored in torch's thread-local
+# objects. Unlike Python's, these are passed on to the threads of the autograd engine.
 _NAME = "weft.watches"
 
 
 class OperatorWatch:
-    """A context in which each operator of this thread is passed to `operator`, which calls it and
-    returns its result. A subclass defines `operator`. Watches nest: what the inner one passes on,
-    the outer one sees."""
+    """A context in which each operator of this thread is passed to `operator`, which a subclass
+    defines to call it and return its result. Watches nest: the outer one sees what the inner one
+    passes on."""
 
     _outer: "OperatorWatch | None" = None
 
@@ -45,15 +45,15 @@ class OperatorWatch:
     def __exit__(self, *error: Any) -> None:
         _set_active(_active()[:-1])
         self._included.__exit__(None, None, None)
-        self._outer = None  # which may hold this one
+        self._outer = None  # the outer watch may hold this one: leave no reference cycle
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Pass an operator's overload on (`pass_on`), or do something else, and return the result.
-        No watch sees the operators that it calls itself."""
+        No watch sees the operators that this method calls directly."""
         raise NotImplementedError
 
     def pass_on(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call `func(*args, **kwargs)` as the next outer watch does it, if there is one."""
+        """Call `func(*args, **kwargs)` through the next outer watch, if there is one."""
         outer = self._outer
         if outer is None:
             return func(*args, **kwargs)
@@ -80,8 +80,8 @@ def _add_reference(value: Any) -> None:
 
 @functools.cache
 def _takes_the_reference() -> bool:
-    """Whether `_stash_obj_in_tls` takes over the caller's reference, as in torch 2.11: the object
-    is freed once too often."""
+    """Whether `_stash_obj_in_tls` takes over the caller's reference, as in torch 2.11. Then the
+    object would be freed once too often."""
     value = (object(),)
     before = sys.getrefcount(value)
     torch._C._stash_obj_in_tls("weft.reference_count", value)
@@ -91,9 +91,9 @@ def _takes_the_reference() -> bool:
 
 
 def watched() -> bool:
-    """Whether a watch is active in this thread. None is while torch.compile traces, since no
-    capture lets it."""
-    if torch.compiler.is_dynamo_compiling():  # which cannot trace the question in torch 2.11
+    """Whether a watch is active in this thread. None is active while torch.compile traces, since no
+    capture allows that."""
+    if torch.compiler.is_dynamo_compiling():  # it cannot trace the call below in torch 2.11
         return False
     included: bool = torch._C._dispatch_tls_is_dispatch_key_included(KEY)
     return included
@@ -112,14 +112,14 @@ def _to_innermost(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_tensors(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments with tensors where torch has turned a tensor without dimensions into a number
-    that the operator does not take."""
+    """The arguments, with tensors again where torch has turned a zero-dimensional tensor into a
+    number, which the operator does not take."""
     positions = _tensors_only(func)
     if not any(
         isinstance(args[i], bool | int | float | complex) for i in positions if i < len(args)
     ):
         return args
-    # Watches see each as a constant, by the operator that lifts it.
+    # Watches see each new tensor as a constant, through the operator that lifts it.
     return tuple(_tensor(x) if i in positions else x for i, x in enumerate(args))
 
 
@@ -135,7 +135,7 @@ def _tensor(value: Any) -> Any:
 
 @functools.cache
 def _tensors_only(func: Any) -> tuple[int, ...]:
-    """The indices of an operator's arguments that are tensors and never numbers."""
+    """The indices of an operator's arguments that must be tensors, not numbers."""
     if torch._C._should_allow_numbers_as_tensors(func._schema.name.rpartition("::")[2]):
         return ()
     return tuple(
@@ -146,7 +146,7 @@ def _tensors_only(func: Any) -> tuple[int, ...]:
 @functools.cache
 def _install() -> Any:
     """Register the fallback of the key, once; it is called only inside a watch. The registration
-    lives as long as what this returns."""
+    lives as long as the returned object, which the cache keeps."""
     registration: Any = torch._C._dispatch_library("IMPL", "_", "Fake")
     registration.fallback("Fake", _to_innermost, False)
     _hide_from_watches("_make_subclass")
@@ -160,7 +160,7 @@ class _Passing(OperatorWatch):
 
 
 class _Wrapper(torch.Tensor):
-    """A tensor of a class that dispatches by itself, as the results of functional collectives are."""
+    """A tensor subclass with `__torch_dispatch__`, like the results of functional collectives."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -171,7 +171,7 @@ class _Wrapper(torch.Tensor):
 
 @functools.cache
 def _needs_each_operator() -> bool:
-    """Whether torch finds a fallback written in Python for plain tensors alone, as torch 2.11 does."""
+    """Whether torch finds a fallback written in Python only for plain tensors, as torch 2.11 does."""
     wrapper = torch.Tensor._make_wrapper_subclass(_Wrapper, (1,))
     with torch._C._IncludeDispatchKeyGuard(KEY):
         _set_active((_Passing(),))
@@ -184,12 +184,13 @@ def _needs_each_operator() -> bool:
     return False
 
 
-# The operators that have the fallback as a kernel of their own, with their registrations.
+# The operators for which the fallback is registered as a kernel, with their registrations.
 _registered: dict[str, Any] = {}
 
 
 def _register_each() -> None:
-    """Register the fallback for each operator that there is by now."""
+    """Register the fallback for each operator that exists by now."""
+    # Operators may be defined at any time, so each outermost watch looks for new ones.
     names = torch._C._dispatch_get_all_op_names()
     if len(names) == len(_registered):
         return
@@ -209,8 +210,9 @@ def _by_name(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _hide_from_watches(name: str) -> None:
-    """Hide the view that a method of Tensor takes to give it another class, as in
-    `nn.Parameter(x)`: a view that went through Python has a class already, so torch raises."""
+    """Hide from watches the view to which a method of Tensor gives another class, as in
+    `nn.Parameter(x)`: a view that has passed through Python has a class already, so torch raises.
+    """
     method = getattr(torch.Tensor, name)
     static = isinstance(torch._C.TensorBase.__dict__.get(name), staticmethod)
 
