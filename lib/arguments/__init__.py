@@ -1,2 +1,1 @@
-"""Checks of what users pass: arguments, names that other engines use, and JSON that somebody else
-wrote."""
+"""Checks of what users pass: arguments, argument names of other engines, and JSON from outside."""

@@ -1,5 +1,5 @@
-"""Checks of arguments: the vocabulary of types and ranges, and errors for arguments that a function
-does not have."""
+"""Checks of arguments: their types and ranges, and errors for arguments that a function does not
+have."""
 
 import difflib
 import functools
@@ -14,17 +14,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def names_arguments(_by_position: str = "", /, **meant: str) -> Callable[[F], F]:
-    """Give a function, or a class, errors for arguments that it does not have: they name the
-    argument to write.
+    """Decorate a function or a class so that arguments that it does not have raise errors that say
+    what to write instead.
 
     Args:
-        _by_position: what to write instead of more positional arguments than it takes; empty: the
-            names of its keyword-only arguments.
-        meant: other libraries' names for the same, and what to write here
+        _by_position: what to write instead of too many positional arguments; if empty, the names of
+            the keyword-only arguments.
+        meant: names of arguments in other libraries, and what to write here
             (`weft.arguments.equivalents`).
 
     Returns:
-        A decorator; the signature stays as it is.
+        A decorator; it keeps the signature.
 
     >>> @names_arguments(dim="axis=...")
     ... def sum_of(x, *, axis=0): ...
@@ -60,6 +60,7 @@ def _checked(
 
     @functools.wraps(fn)
     def checked(*args: Any, **kwargs: Any) -> Any:
+        # The fast path of correct calls: no error text is built, and the signature is not bound.
         if needed <= kwargs.keys() <= parameter_names and first <= len(args) <= most:
             return fn(*args, **kwargs)
         if len(args) > most:
@@ -90,8 +91,8 @@ def _checked(
 
 
 def _instead(strange: str, parameter_names: Collection[str], meant: Mapping[str, str]) -> str:
-    """The remedy for an unknown argument name: the nearest known name, or the one that does the
-    same here."""
+    """The remedy for an unknown argument name: the nearest name of an argument, or the equivalent
+    of the nearest name in other libraries."""
     if strange in meant:
         near = [strange]
     else:
@@ -104,8 +105,9 @@ def _instead(strange: str, parameter_names: Collection[str], meant: Mapping[str,
 
 
 def nearest(name: str, names: Iterable[str]) -> list[str]:
-    """The one of these names for which another may be a slip, in a list; an empty list if there is
-    none. A name that merely shares a word with another may mean something else.
+    """The one of `names` of which `name` may be a misspelling, in a list; an empty list if there is
+    none. A name that merely shares a word with another does not count, as it may mean something
+    else.
 
     >>> nearest("temprature", ["temperature", "prompt"]), nearest("cache_prompt", ["temperature", "prompt"])
     (['temperature'], [])
@@ -149,11 +151,11 @@ def check_values(
     values: Mapping[str, Any],
     error: type[WeftError] = RequestError,
 ) -> None:
-    """Raise `error` for the first value that breaks the rule of its name; one that the rule cannot
-    compare breaks it.
+    """Raise `error` for the first value that breaks the rule of its name. A value that the rule
+    cannot be applied to breaks it.
 
     Args:
-        call: the call as the user wrote it: a text, or an object whose text it is.
+        call: the call as the user wrote it: a text, or an object that prints as it.
         rules: a rule for each argument, by its name.
         values: the arguments to check.
 
@@ -184,8 +186,8 @@ def _holds(rule: Callable[[Any], object], value: Any) -> bool:
 
 
 def _with_value(name: str, value: Any) -> str:
-    """An argument with its value, for an error; with the shape and dtype of a tensor, which may be
-    large."""
+    """An argument with its value, for an error; a tensor, which may be large, is shown by its shape
+    and dtype."""
     if isinstance(value, type):
         return f"{name}={value.__name__}, the class"
     is_tensor = bool(getattr(value, "shape", ())) and hasattr(value, "dtype")
@@ -195,9 +197,9 @@ def _with_value(name: str, value: Any) -> str:
 
 
 def other_signature(function: Callable[..., Any], count: int, *keywords: str) -> str | None:
-    """The name and signature of a function that does not take so many arguments by position, and
-    these by keyword; None if it does, or if its signature is not known. A module's is that of its
-    `forward`.
+    """The name and signature of a function if it does not take `count` positional arguments and
+    these keywords; None if it does, or if its signature is unknown. For a module, the signature of
+    its `forward`.
 
     >>> def halved(x): ...
     >>> other_signature(halved, 1), other_signature(halved, 2), other_signature(halved, 1, "axis")
@@ -206,6 +208,7 @@ def other_signature(function: Callable[..., Any], count: int, *keywords: str) ->
     >>> other_signature(torch.nn.ReLU(), 1), other_signature(torch.nn.Linear, 2)  # a class is called to make one
     (None, None)
     """
+    # Not of the wrapped function: a decorator may take other arguments than the function in it.
     called = function if isinstance(function, type) else getattr(function, "forward", function)
     try:
         signature = inspect.signature(called, follow_wrapped=False)

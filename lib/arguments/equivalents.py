@@ -1,7 +1,7 @@
 """Names of arguments in transformers, vLLM, SGLang and OpenAI's API, and their equivalents in weft.
 
-Each table is for `weft.arguments.checks.names_arguments` of one function; its values are the
-`instead` of an error.
+Each table is passed to `weft.arguments.checks.names_arguments` for one function; its values become
+the `instead` of an error.
 """
 
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ _SAMPLING = {
     **_all("output_scores return_logprob top_logprobs top_logprobs_num", "logprobs=..."),
 }
 
-# Names without an equivalent, or without a use.
+# Names without an equivalent, and names that weft does not need.
 _NOWHERE = {
     **_all(
         "beam_width early_stopping length_penalty num_beams use_beam_search",
@@ -56,7 +56,7 @@ _NOWHERE = {
     **_all("tensor_parallel_size tp_size", "Engine(model, tensor=n), in a process for each rank"),
 }
 
-# Names whose equivalents are arguments of `generate` and `Engine` about how they run.
+# Names whose equivalents are arguments of `generate` and `Engine` that say how they run.
 _PLACE = {
     **_all("num_stages pipeline_parallel_size pp_size", "pipeline=..."),
     **_all("cudagraph_mode mode", "graph=..."),
@@ -81,7 +81,7 @@ def _of_requests(sampling: str, field_names: Iterable[str]) -> dict[str, str]:
     """The names for a function that takes a prompt and `SamplingParams`.
 
     Args:
-        sampling: how the function takes `SamplingParams`, with {} for the argument.
+        sampling: how `SamplingParams` is passed to the function, with {} for its argument.
         field_names: the fields of `SamplingParams`.
     """
     return {

@@ -1,9 +1,9 @@
 """`Expression`: a regular expression from a checkpoint's files, matched in bounded time.
 
 Python's `re` backtracks: on a name of 40 letters `(\\w|\\w\\w)+!` keeps the whole interpreter busy
-for years. Here an expression maps the places in a name where a match may begin to those where it
-may end, part by part, so that nothing is tried twice; and it gives up after a fixed number of
-steps. `re` matches single characters and anchors only.
+for years. Here, each part of an expression maps the set of places in a name where a match may begin
+to the set where it may end, so that nothing is tried twice; and the match gives up after a fixed
+number of steps. `re` is used only for single characters and anchors.
 """
 
 import re
@@ -15,13 +15,14 @@ import attrs
 from weft.arguments.json_text import Fields
 from weft.errors import ConfigError
 
-# Two libraries do not serve. `regex` (2026.5) with a time-out of 1 s was busy for 27 s and took 8
-# GB with one of the expressions in this module's tests. `google-re2` has no look-ahead, which the
+# Why not a library: `regex` (2026.5), with a time-out of 1 s, was busy for 27 s and took 8 GB with
+# one of the expressions in this module's tests. `google-re2` has no look-ahead, which the
 # expressions of released adapters use.
+
 # The most characters of an expression.
 MOST_CHARACTERS = 10_000
-# The most parts of an expression tried on one name: some hundredths of a second. Released adapters
-# take some hundred.
+# The most parts of an expression tried on one name, which take some hundredths of a second.
+# Expressions of released adapters take a few hundred.
 MOST_STEPS = 20_000
 
 # A function from the places where a match may begin to those where it may end.
@@ -38,7 +39,7 @@ _SINGLE = re.compile(r"\\[AbBdDsSwWZ]|\\[^0-9a-zA-Z]|\\[nrtfav]|[^\\]", re.DOTAL
 @attrs.frozen
 class Expression:
     """A regular expression in Python's syntax, without back references, flags, atomic groups and
-    possessive repeats.
+    possessive quantifiers.
 
     Args:
         text: the expression as written.
@@ -63,7 +64,8 @@ class Expression:
         if len(self.text) > MOST_CHARACTERS and not plain:
             self._refuse(f"{len(self.text)} characters, and {MOST_CHARACTERS} are the most")
         try:
-            re.compile(self.text)  # by itself, so that it cannot end the group that it is put into
+            # Also compiled by itself, so that it cannot close the group that it is put into.
+            re.compile(self.text)
             pattern = re.compile(whole)
             if plain:
                 return _of_plain(pattern)
@@ -74,7 +76,7 @@ class Expression:
             )
 
     def matches(self, name: str) -> bool:
-        """Whether it matches a whole name.
+        """Whether the expression matches a whole name.
 
         Raises:
             ConfigError: the match takes more than `MOST_STEPS` steps.
@@ -93,7 +95,7 @@ def read_expression(
     """The expression that a field holds.
 
     Raises:
-        ConfigError: what `Expression` refuses; the error names the field.
+        ConfigError: `Expression` refuses it; the error names the field.
     """
     try:
         return Expression(text, before, after)
@@ -103,14 +105,15 @@ def read_expression(
 
 
 def is_plain(text: str) -> bool:
-    """Whether an expression is a name, or alternative names: nothing in it can match in more than
-    one way."""
+    """Whether an expression is a name or alternative names, so that nothing in it can match in more
+    than one way and `re` is fast."""
     return _PLAIN.fullmatch(text) is not None
 
 
 @attrs.define
 class _Name:
-    """A name, the number of steps taken on it, and what refuses more than the most."""
+    """A name that is being matched, the number of steps so far, and the function that raises when
+    there are too many."""
 
     text: str
     refuse: Callable[[str], NoReturn]
@@ -159,8 +162,8 @@ def _any_of(branches: tuple[Ends, ...]) -> Ends:
 
 def _repeated(part: Ends, least: int, most: int | None) -> Ends:
     def ends(name: _Name, starts: frozenset[int]) -> frozenset[int]:
-        # More rounds than places change nothing: a place is then reached by empty matches alone, or
-        # not at all.
+        # More rounds than there are places change nothing: one of them has then matched the empty
+        # text, which it could do any number of times, or no place is left.
         rounds = len(name.text) + 1
         for _ in range(min(least, rounds)):
             name.count(1)
@@ -168,6 +171,7 @@ def _repeated(part: Ends, least: int, most: int | None) -> Ends:
         reached = new = starts
         for _ in range(rounds if most is None else min(most - least, rounds)):
             name.count(1)
+            # Continue only from places that are new: the others have been tried.
             new = part(name, new) - reached
             if not new:
                 break
@@ -179,6 +183,7 @@ def _repeated(part: Ends, least: int, most: int | None) -> Ends:
 
 def _looked(part: Ends, ahead: bool, positive: bool) -> Ends:
     def holds(name: _Name, place: int) -> bool:
+        # Looking back tries all earlier places as the start.
         name.count(1 if ahead else place + 1)
         if ahead:
             return bool(part(name, frozenset([place])))
@@ -191,7 +196,7 @@ def _looked(part: Ends, ahead: bool, positive: bool) -> Ends:
 
 @attrs.define
 class _Parser:
-    """A parser of an expression that `re` has compiled, which is therefore well formed."""
+    """A parser for expressions that `re` has compiled before, and that are therefore well formed."""
 
     text: str
     at: int = 0

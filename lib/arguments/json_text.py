@@ -1,5 +1,4 @@
-"""JSON that somebody else wrote, read with errors that name the field and its value; and JSON that
-weft writes."""
+"""Reads JSON from outside, with errors that name the field and its value; and writes JSON."""
 
 import contextlib
 import json
@@ -16,7 +15,7 @@ from weft.errors import ConfigError, RequestError
 _MOST_LEVELS = 100
 _MOST_BYTES = 2**26
 _MOST_INTEGER = 2**31 - 1
-# The least and the greatest normal numbers: everything is computed in float32, or in less.
+# The least and the greatest normal numbers of float32, the widest dtype in which weft computes.
 _FLOAT32 = 1.1754944e-38, 3.4028234e38
 _MISSING = object()
 
@@ -25,14 +24,15 @@ def parse_json(text: str) -> Any:
     """The value that a JSON text holds.
 
     Raises:
-        ValueError: it is not JSON, an object gives a field two values, or it is nested too deeply
-            to be read.
+        ValueError: it is not JSON, an object gives a field two values, or it is nested too deeply.
 
     >>> parse_json('{"a": 1, "a": 2}')
     Traceback (most recent call last):
         ...
     ValueError: an object gives 'a' two values
     """
+    # Python's parser raises RecursionError only at a depth that depends on its version and on the
+    # caller's stack. So the levels are also counted, without recursion.
     with contextlib.suppress(RecursionError):
         level = [value := json.loads(text, object_pairs_hook=_object)]
         for _ in range(_MOST_LEVELS):
@@ -62,7 +62,7 @@ def read_object(path: Path, call: str) -> Mapping[str, Any]:
     """The object in a JSON file of a checkpoint.
 
     Raises:
-        ConfigError: the file holds something else, or cannot be read. The error names `call`.
+        ConfigError: the file holds something else or cannot be read. The error names `call`.
     """
     try:
         size = path.stat().st_size
@@ -85,20 +85,21 @@ def read_object(path: Path, call: str) -> Mapping[str, Any]:
 
 
 def read_json_lines(file: Path, call: str, what: str, forms: str) -> list[tuple[str, Any]]:
-    """The values in a file with one JSON text per line, each with its line's name. Empty lines are
-    skipped.
+    """The values in a file with one JSON text per line, each with the name of its line (`line 1`).
+    Empty lines are skipped.
 
     Args:
-        what, forms: what a line holds, and what to write instead, for errors.
+        what, forms: for errors, what a line should hold, and what to write instead.
 
     Raises:
-        RequestError: the file cannot be read, a line is not JSON, or all are empty. The error names
-            `call`.
+        RequestError: the file cannot be read, a line is not JSON, or all lines are empty. The error
+            names `call`.
     """
     text = ""
     fault = (f"no {what} in it", forms)
     try:
         with file.open(encoding="utf-8") as opened:
+            # One character more than allowed, to see that the file is too long without reading it.
             text = opened.read(_MOST_BYTES + 1)
     except FileNotFoundError:
         fault = f"there is no file {str(file)!r:.300}", "the path of a file of UTF-8 text"
@@ -119,19 +120,18 @@ def read_json_lines(file: Path, call: str, what: str, forms: str) -> list[tuple[
     return named_values
 
 
-# cattrs 26.1, tried in its place, structures {"vocab_size": 64.5, "rms_norm_eps": "1e-6",
-# "tie_word_embeddings": 1} without an error, as 64, 1e-06 and True. It needs a hook of ours for
+# Not cattrs: version 26.1 structures {"vocab_size": 64.5, "rms_norm_eps": "1e-6",
+# "tie_word_embeddings": 1} without an error, as 64, 1e-06 and True. It would need a custom hook for
 # each type, and its errors do not name the value.
 @attrs.frozen
 class Fields:
-    """A JSON object that is being read, and how an error names it.
+    """A JSON object that is being read, and how errors name it.
 
     Args:
         raw: the object.
         call: the call that the user wrote, for errors.
         source: the file, or whatever else the object came from.
-        prefix: what stands before a field's name when the object is nested, such as
-            `rope_scaling.`.
+        prefix: the text before a field's name if the object is nested, such as `rope_scaling.`.
     """
 
     raw: Mapping[str, Any]
@@ -140,12 +140,12 @@ class Fields:
     prefix: str = ""
 
     def refuse(self, problem: str, instead: str) -> NoReturn:
-        """Raise ConfigError for what the source has."""
+        """Raise ConfigError that says `{source} has {problem}`."""
         raise ConfigError(self.call, f"{self.source} has {problem}", instead) from None
 
     def check(self, holds: object, which: str | Mapping[str, Any], instead: str) -> None:
-        """Refuse a field that cannot be used, or fields, with their values, that do not go
-        together, unless a condition holds."""
+        """Unless `holds`, refuse a field by its name, or several fields that contradict each other
+        by their names and values."""
         if holds:
             return
         values = {which: self.raw.get(which, _MISSING)} if isinstance(which, str) else which
@@ -158,7 +158,7 @@ class Fields:
         self.refuse(" and ".join(pairs), instead)
 
     def value(self, name: str, default: Any, fits: Callable[[Any], object], what: str) -> Any:
-        """A field's value, or the default where the field is missing.
+        """A field's value, or the default if the field is missing.
 
         Args:
             fits: whether the value can be used.
@@ -174,13 +174,13 @@ class Fields:
         return int(self.value(name, default, lambda one: is_int(one, 1, _MOST_INTEGER), what))
 
     def number(self, name: str, default: float) -> float:
-        """A number greater than 0 that is normal in float32."""
+        """A number greater than 0 that is a normal number in float32."""
         least, most = _FLOAT32
         what = f"a finite number greater than 0, from {least:g} to {most:g}"
         return float(self.value(name, default, lambda one: is_number(one, least, most), what))
 
     def optional_number(self, name: str) -> float | None:
-        """As `number`; None where the field is null or missing."""
+        """As `number`; None if the field is null or missing."""
         if self.raw.get(name) is None:
             return None
         return self.number(name, 1.0)
@@ -190,7 +190,7 @@ class Fields:
         return bool(self.value(name, default, lambda one: isinstance(one, bool), "true or false"))
 
     def items(self, name: str, kind: type, what: str) -> list[Any]:
-        """A list whose entries all have one type; empty where the field is null or missing.
+        """A list whose entries all have one type; empty if the field is null or missing.
 
         Args:
             kind: the type: `str`, or `int` for integers that are 0 or more.
@@ -204,7 +204,7 @@ class Fields:
         return list(self.value(name, None, fits, what) or ())
 
     def nested(self, name: str, what: str = "an object, or null") -> Self | None:
-        """The object in a field; None where the field is null or missing."""
+        """The object in a field; None if the field is null or missing."""
         raw = self.value(name, None, lambda one: one is None or isinstance(one, Mapping), what)
         if raw is None:
             return None
@@ -212,8 +212,8 @@ class Fields:
 
 
 def write_json(value: Any, indent: int | None = None) -> str:
-    """The JSON text of a value: lists for a tensor, null for a number that is not finite, and `str`
-    of what JSON has no form for.
+    """The JSON text of a value: a tensor becomes lists, a number that is not finite null, and
+    anything else that JSON cannot express its `str`.
 
     >>> write_json({"logprobs": [-0.5, float("nan")], "error": ValueError("no")})
     '{"logprobs": [-0.5, null], "error": "no"}'

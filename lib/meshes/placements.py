@@ -85,7 +85,7 @@ class Partial:
 
 @attrs.frozen
 class PerRank:
-    """A tuple with one tree for each rank: each rank gets its tree, or returns it.
+    """A tuple with one tree for each rank: each rank is passed its tree, or returns it.
 
     Use it for values that are never whole, such as parameters that each rank loads, or states that
     each rank writes in place.
@@ -128,7 +128,7 @@ class Placements:
 
 
 def as_placement(spec: Any, call: str) -> Placement:
-    """The placement of weft for one of weft's or torch's.
+    """The weft placement for a placement of weft or torch.
 
     Raises:
         MeshError: it is neither.
