@@ -204,6 +204,7 @@ class Batch(Summarized):
     def goes_on(self) -> Tensor:
         """[num_reqs] bool: whether each request continues from its last sampled token, so that its
         tokens are that token and drafts. Meaningless for padding."""
+        # Padding starts after the last token; the clamp keeps its index valid.
         first = self.query_start_loc[:-1].clamp(max=max(len(self.input_ids) - 1, 0))
         return self.input_ids[first] == LAST_TOKEN
 
@@ -458,6 +459,8 @@ class ResolvedBatch(Summarized):
         lengths = self.query_start_loc[1:] - starts
         outputs = value[:0]
         for place in range(self.descriptor.query_len or num_tokens):
+            # The shapes are the same in each step, for a capture: requests that have no token at
+            # this place compute with another one, and `where` drops the result.
             live = place < lengths
             token = (starts + place).clamp(max=num_tokens - 1)
             next_value: Any = f(value, *(x[token] for x in xs))

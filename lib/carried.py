@@ -78,6 +78,7 @@ class Carried(Summarized):
         for name, buffer in self.values.items():
             start = buffer[-1, 0].clone().expand(len(rows), *buffer.shape[2:])
             if name in self.snapshots:
+                # Page -1 reads the scratch snapshot, which `where` discards.
                 has_snapshot = (pages >= 0).view(-1, *[1] * (start.dim() - 1))
                 start = torch.where(has_snapshot, self.snapshots[name][pages], start)
             buffer[rows, places % buffer.shape[1]] = start
@@ -118,6 +119,7 @@ def _last_values(
     """The index at which to write the values of each request's last tokens, one for each slot of a
     row, and these values. Slots without a token in the batch, and the last row, which stands for
     padding, are given the values that they already hold."""
+    # Every slot is written, so that the shapes do not depend on how many tokens a request has.
     back = torch.arange(buffer.shape[1], device=new.device)
     tokens = batch.last_index[:, None] - back
     rows = batch.rows[:, None]

@@ -114,6 +114,7 @@ def changed_container(before: Iterable[Container]) -> str | None:
     """The path of the first of these containers that has changed since; None if none has."""
     for path, node, children in before:
         now = _children(node)
+        # By identity: `==` of tensors compares their values.
         if len(now) != len(children) or any(x is not y for x, y in zip(now, children, strict=True)):
             return path
     return None

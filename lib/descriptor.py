@@ -70,6 +70,7 @@ class Descriptor(Protocol):
             raise DescriptorError(f"{self!r:.60}.covers({other!r:.60})", problem, instead)
         return all(size >= getattr(other, name) for name, size in sizes.items())
 
+    # Members of the protocol, so that `isinstance` refuses classes that cannot be hashed.
     def __hash__(self) -> int:
         return object.__hash__(self)
 

@@ -49,9 +49,11 @@ __all__ = [
 ]
 
 
+# The stage has two group names, `made` and `got`, since a name may occur only once.
 _OF = r"(?: stage (?P<{}>\d+))?"
 _SENT = rf"send{_OF.format('made')} to (?P<to>\d+)|recv{_OF.format('got')} from (?P<source>\d+)"
 _SENT += r"|broadcast from (?P<root>\d+)(?: among (?P<of>\d+(?:, \d+)*))?"
+# `(?(sent)...)`: a schema may follow only where something is sent.
 _EFFECT = (
     rf"(?:run (?P<what>.+)|(?P<fence>fence)|(?P<sent>{_SENT}|{collectives.FORM})) "
     r"\[mb (?P<mb>\d+)\](?(sent)(?:: (?P<schema>.+))?)",

@@ -69,6 +69,7 @@ _COUNTS = Blocks[_Count]("weft.counts")
 # Whether calls that have a graph replay it.
 _NO_CAPTURE = Blocks[bool]("weft.no_capture")
 _BATCH_INVARIANT = Blocks[bool]("weft.batch_invariant")
+# Guards the count below: contexts begin and end in several threads.
 _LOCK = threading.Lock()
 # The number of `batch_invariant()` contexts that are open in all threads.
 _OPEN = [0]
@@ -101,6 +102,7 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
     True
     """
     check_values(f"weft.batch_invariant({enabled!r})", _RULES, {"enabled": enabled}, ArgumentError)
+    # A bool counts as 0 or 1, so a context that is not enabled counts for nothing.
     _count_contexts(enabled)
     try:
         with _BATCH_INVARIANT.block(enabled):

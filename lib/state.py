@@ -89,6 +89,7 @@ class Drafting(Summarized):
             return
         index = places[:, None] + torch.arange(token_ids.shape[1], device=places.device)
         row = rows[:, None].expand_as(index)
+        # Masked by `where`: a boolean index would make the host wait for the number of entries.
         old = self.tokens[row, index]
         self.tokens[row, index] = torch.where(kept[:, None], token_ids.to(torch.int32), old)
 
@@ -451,6 +452,7 @@ def _find_adapters(state: State, batch: Batch) -> tuple[Tensor | None, Tensor | 
     if not count:
         return None, None
     of_requests = torch.where(batch.rows >= 0, state.adapters[batch.rows], -1)
+    # Not `torch.unique`: the shape of its result depends on values, so the host would wait for it.
     ordered = of_requests.sort().values
     first = torch.ones_like(ordered, dtype=torch.bool)
     first[1:] = ordered[1:] != ordered[:-1]
@@ -490,6 +492,7 @@ def advance(state: State, batch: Batch, out: Output | None) -> State:
         table = state.sampling
     else:
         table = count_tokens(state.sampling, batch.rows, ids, batch.samples)
+    # Everything was written in place; only inside a transform of torch.func are there new tensors.
     if positions is state.positions and table is state.sampling:
         return state
     return attrs.evolve(state, positions=positions, last_tokens=last_tokens, sampling=table)
@@ -505,12 +508,16 @@ def _advance_verified(state: State, batch: Batch, out: Output, num_tokens: Tenso
     starts = batch.query_start_loc
     rows = batch.rows
     old = state.positions[rows]
+    # Padding writes the scratch row back unchanged.
     kept = rows >= 0
+    # A request that continues has read one token for certain: its last one. The tokens after it are
+    # drafts, of which `num_tokens - 1` are kept.
     read = torch.where(batch.goes_on, 1, starts[1:] - starts[:-1])
     moved = old + read + torch.where(batch.samples, num_tokens - 1, 0)
     state.positions[rows] = torch.where(kept, moved, old)
     ids = out.token_ids
     said = kept & batch.samples & (num_tokens > 0)
+    # The clamp keeps the index valid for requests that keep no token; `said` leaves them out.
     newest = ids.gather(1, (num_tokens - 1).clamp(min=0)[:, None])[:, 0]
     state.last_tokens[rows] = torch.where(said, newest, state.last_tokens[rows])
     table = count_tokens(state.sampling, rows, ids[:, 0].contiguous(), said)

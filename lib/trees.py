@@ -70,6 +70,7 @@ def _collect(node: Any, leaves: list[Any]) -> None:
     if kind is Tensor:
         leaves.append(node)
     elif (fields := kind.__dict__.get(_FIELDS)) is not None:
+        # This path bypasses `flatten`, so it must refuse tensors in static fields itself.
         for name in fields.statics:
             if isinstance(value := getattr(node, name), Tensor):
                 _check_static(kind, name, value)
@@ -421,6 +422,7 @@ def keys_in(structure: TreeSpec) -> tuple[Any, ...]:
 def leaves_with_names(tree: Any, is_leaf: IsLeaf = _is_size) -> list[tuple[str, Any]]:
     """The leaves with their paths as text (`.kv_pages`, `[0]['w']`), in flattening order. Children
     without names are numbered."""
+    # torch raises for classes that were registered without key paths, so it must stop at them.
     pairs, _ = _pytree.tree_flatten_with_path(
         tree,
         is_leaf=lambda node: _is_size(node) or is_leaf(node) or unnamed_children(node) is not None,

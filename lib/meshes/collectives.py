@@ -295,6 +295,7 @@ def combine(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
     """The result of a collective on each rank, computed by its definition from the tensors of all
     ranks in order. Results may share memory."""
     if isinstance(effect, AllReduce | AllGather):
+        # The result is the same on all ranks, so it is computed once.
         return [join(effect, inputs, 0)] * len(inputs)
     by_rank = zip(*(cut(effect, x) for x in inputs), strict=True)
     return [join(effect, received, place) for place, received in enumerate(by_rank)]

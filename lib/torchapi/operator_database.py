@@ -27,6 +27,7 @@ def operator_database() -> tuple[Any, ...]:
         raise MissingPackageError(
             "weft.proofs.evidence.opinfo", problem, install_command("proofs")
         ) from error
+    # The lambdas in `op_db` look this name up in their module in each call.
     database.wrapper_set_seed = _call
     return tuple(database.op_db)
 
