@@ -84,7 +84,8 @@ class Carried(Summarized):
             buffer[rows, places % buffer.shape[1]] = start
 
     def read(self, rows: Tensor, positions: Tensor) -> dict[str, PerRequest]:
-        """The values of rows [num_reqs] int64 after `positions` tokens; the defaults for padding."""
+        """The values of rows [num_reqs] int64 after `positions` tokens; for padding, the
+        defaults."""
         return {
             name: PerRequest(buffer[rows, positions % buffer.shape[1]])
             for name, buffer in self.values.items()

@@ -40,8 +40,8 @@ class ArgumentError(WeftError, TypeError):
 
 
 class DescriptorError(WeftError, ValueError):
-    """A batch or descriptor that contradicts itself, or a descriptor that does not cover a batch that
-    it should."""
+    """A batch or descriptor that contradicts itself, or a descriptor that does not cover a batch
+    that it should."""
 
 
 class TreeError(WeftError, TypeError):

@@ -114,7 +114,7 @@ def _of_module(module: nn.Module, is_registered: bool) -> Iterator[tuple[Step, A
 
 
 def is_plain_object(value: Any) -> bool:
-    """Whether a value is an object that is entered for its attributes, and not a module or class."""
+    """Whether a value is entered for its attributes, and is not a module or a class."""
     return _is_plain_object(_kind(value)) and not isinstance(value, nn.Module | type)
 
 
@@ -248,7 +248,7 @@ def _remove(owner: Any, step: Step) -> None:
 
 @attrs.frozen(eq=False)
 class Place:
-    """Where a tensor lies: the steps to it from a root."""
+    """The place of a tensor: the steps to it from a root."""
 
     root: Any
     steps: tuple[Step, ...]

@@ -84,7 +84,7 @@ class Schema:
 
     @classmethod
     def of(cls, value: Any) -> "Schema":
-        """The schema of a value. A dimension whose size the descriptor gives is shown by its name."""
+        """The schema of a value. A dimension whose size the descriptor gives is shown by name."""
         leaves, structure = tree_flatten(value)
         kinds = [(*x.shape, x.dtype) if isinstance(x, Tensor) else None for x in leaves]
         # A comparison of symbolic sizes would add guards to the trace, so these are not cached.

@@ -89,7 +89,7 @@ def tree_structure(tree: Any, is_leaf: IsLeaf = _is_size) -> TreeSpec:
 
 
 def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = _is_size) -> Any:
-    """Apply `fn` to each leaf of a tree, together with the leaves of other trees at the same place."""
+    """Apply `fn` to each leaf of a tree, with the leaves of other trees at the same place."""
     return _pytree.tree_map(fn, tree, *rest, is_leaf=is_leaf)
 
 

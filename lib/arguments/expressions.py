@@ -196,7 +196,7 @@ def _looked(part: Ends, ahead: bool, positive: bool) -> Ends:
 
 @attrs.define
 class _Parser:
-    """A parser for expressions that `re` has compiled before, and that are therefore well formed."""
+    """A parser for expressions that `re` has compiled, which are therefore well formed."""
 
     text: str
     at: int = 0

@@ -1,1 +1,1 @@
-"""Meshes of ranks, placements of tensors on them, and collectives between their ranks, all as data."""
+"""Meshes of ranks, placements of tensors on them, and collectives between ranks, all as data."""

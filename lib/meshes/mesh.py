@@ -94,7 +94,8 @@ class Mesh:
         return math.prod(size for _, size in self.axes[names.index(axis) + 1 :])
 
     def group(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The ranks whose coordinates differ from those of `rank` at most along `axis`, in order."""
+        """The ranks that differ from `rank` only in their place along `axis`, and `rank` itself, in
+        order."""
         first = rank - self.coordinates(rank)[axis] * self.stride(axis)
         return tuple(first + index * self.stride(axis) for index in range(self.sizes[axis]))
 

@@ -59,7 +59,7 @@ def _is_equal(a: Tensor, b: Tensor) -> bool:
     # Not `reshape`: a dimension of one element may have any stride, `reshape` keeps it, and then
     # `view` with another dtype refuses it.
     flat = [x.as_strided((x.numel(),), (1,)) for x in dense]
-    # Compared as integers, because `torch.equal` takes -0.0 and 0.0 for equal, and NaNs for unequal.
+    # Compared as integers: `torch.equal` of floats takes -0.0 and 0.0 for equal, NaNs for unequal.
     in_words = all(x.nbytes % 8 == 0 and x.storage_offset() * x.itemsize % 8 == 0 for x in flat)
     bits = [x.view(torch.int64 if in_words else torch.uint8) for x in flat]
     return torch.equal(*bits)

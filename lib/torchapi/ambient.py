@@ -1,4 +1,4 @@
-"""The per-thread settings of torch that a result depends on, to put them in force in another thread.
+"""The per-thread settings of torch that a result depends on, for use in another thread.
 
 Torch's global switches need no care, since all threads share them: deterministic algorithms, the
 default dtype, `torch.backends`.

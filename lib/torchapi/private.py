@@ -156,6 +156,7 @@ def unnamed_children(node: Any) -> list[Any] | None:
 
 def unseen() -> contextlib.AbstractContextManager[Any]:
     """A context in which operators bypass all dispatch modes and watches."""
+    # Most calls are under no dispatch mode, and then need no stack of contexts.
     guard: contextlib.AbstractContextManager[Any] = unwatched()
     if _len_torch_dispatch_stack() == 0:
         return guard
@@ -242,7 +243,7 @@ def is_differentiated_by_row(tensor: torch.Tensor) -> bool:
 
 
 def is_differentiated(tensor: torch.Tensor) -> bool:
-    """Whether autograd, or a torch.func transform at any level, tracks operations on a tensor now."""
+    """Whether autograd, or a torch.func transform at any level, tracks operations on a tensor."""
     # Each wrapper may be tracked by itself, so all of them are asked.
     while True:
         dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None

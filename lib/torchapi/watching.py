@@ -171,7 +171,7 @@ class _Wrapper(torch.Tensor):
 
 @functools.cache
 def _needs_each_operator() -> bool:
-    """Whether torch finds a fallback written in Python only for plain tensors, as torch 2.11 does."""
+    """Whether torch finds a fallback in Python only for plain tensors, as torch 2.11 does."""
     wrapper = torch.Tensor._make_wrapper_subclass(_Wrapper, (1,))
     with torch._C._IncludeDispatchKeyGuard(KEY):
         _set_active((_Passing(),))
