@@ -1,5 +1,4 @@
-"""The implementation of each operator on a device, and the reason for it, which `weft doctor`
-prints."""
+"""Which implementation each operator uses on a device, and why; `weft doctor` prints this table."""
 
 from collections.abc import Iterator
 
@@ -19,7 +18,7 @@ from weft.torchapi.scaled_mm import scaled_mm_lacks
 
 @attrs.frozen
 class OpBackend:
-    """One row of the table: the implementation of an operator on the device asked about."""
+    """One row of the table: an operator and its implementation on a device."""
 
     op: str
     implementation: str
@@ -71,7 +70,7 @@ _CPU_COPIES = OpBackend(
 
 
 def backends(device: str | torch.device) -> tuple[OpBackend, ...]:
-    """The table for `device`, of type CPU or CUDA; the machine need not have one.
+    """The table for a CPU or CUDA device, which this machine need not have.
 
     Raises:
         DeviceError: weft has no kernels for this type of device.
@@ -91,11 +90,11 @@ def backends(device: str | torch.device) -> tuple[OpBackend, ...]:
 
 
 def _attention(kind: str) -> OpBackend:
-    """The back end that `attention="auto"` takes, and the others."""
+    """The back end that `attention="auto"` chooses, and the alternatives."""
     default = OWN[kind]
     version = triton_version()
     if kind == "cuda" and version is None:
-        # The text of the error that a call raises: nothing falls back to another kernel in silence.
+        # The text of the error that a call raises: there is no silent fallback to another kernel.
         error = no_triton("paged_attention on cuda")
         return OpBackend("paged_attention", "missing", f"{error.problem}; {error.instead}")
     alternatives = (
@@ -148,7 +147,7 @@ def _cuda_layer() -> Iterator[OpBackend]:
 
 
 def _measured(op: str) -> str:
-    """A sentence on how an operator's tiles are chosen; empty for an operator without tiles."""
+    """How an operator's tiles are chosen, as a clause; empty for an operator without tiles."""
     if op == "run_experts":
         shapes = [key.removeprefix("experts ") for key in measured()]
         return f"; tiles measured for {', '.join(shapes) or 'no shapes'}, else by rule"
@@ -158,8 +157,8 @@ def _measured(op: str) -> str:
 
 
 def _chosen(op: str) -> str:
-    """A sentence on how a linear layer's tile is chosen, and for which shapes torch's own product
-    is used instead."""
+    """How a linear layer's tile is chosen, and for which shapes torch's own product is used
+    instead."""
     fp8 = op == "fp8_linear"
     lacks = scaled_mm_lacks()
     if device() is None:
@@ -189,14 +188,14 @@ def _chosen(op: str) -> str:
 
 
 def _first(fp8: bool) -> int:
-    """The least power of two of tokens for which torch's own product multiplies with weights of
+    """The smallest power of two of tokens for which torch's own product is used, with weights of
     6144 by 4096."""
     counts = (2**i for i in range(15))
     return next((count for count in counts if linear_tile(count, 6144, 4096, fp8) is None), 2**15)
 
 
 def _cuda_copies(device: torch.device) -> OpBackend:
-    """The copies into graphs' buffers and of their results; tried out if the device is there."""
+    """The copies to and from graphs' buffers; the kernel is tried if the device is present."""
     there = torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
     device = torch.device("cuda", device.index or 0)
     if reason := no_kernel(device, trial=there):

@@ -1,6 +1,8 @@
-"""Facts about the function that is running. Nothing writes its constant tensors, so a kernel may
-read them before the last kernel has ended. And it may be run only to learn which kernels to
-compile."""
+"""Facts about the function that is running: which tensors are constant, and whether kernels are
+only being collected for compilation.
+
+Nothing writes a constant tensor, so a kernel may read it before the previous kernel has ended.
+"""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -11,19 +13,19 @@ from torch import Tensor
 
 from weft.torchapi.private import storage_id
 
-# The storages of these tensors.
+# The storage ids of the constant tensors.
 _CONSTANT: ContextVar[frozenset[int]] = ContextVar("weft.constant", default=frozenset())
-# While kernels are only asked for (`weft.ops.kernel_triton.compiling`), those that were, by kind;
-# otherwise None.
+# The kernels requested so far, by kind, while launches only request kernels
+# (`weft.ops.kernel_triton.compiling`); otherwise None.
 ASKED: ContextVar[dict[Any, Any] | None] = ContextVar("weft.asked", default=None)
+# The largest alignment, in bytes, on which the choice of a kernel may depend. torch aligns its
+# allocations to 64 bytes on a CPU and to 512 on a GPU.
 _ALIGNED = 16
-# Kernels are chosen by whether an address is a multiple of so many bytes, or of less. torch's
-# allocations are multiples of 64 on a CPU, and of 512 on a GPU.
 _ALIGNED_ON_GPU = 256
 
 
 def is_asking() -> bool:
-    """Whether this thread's launches only ask for kernels, and compute nothing."""
+    """Whether this thread's launches only request kernels and compute nothing."""
     return ASKED.get() is not None
 
 
@@ -51,6 +53,6 @@ def is_constant(tensor: Tensor) -> bool:
 
 
 def kernel_kind(tensor: Tensor) -> tuple[Any, ...]:
-    """Everything about a tensor that the choice of a kernel may depend on, other than its values."""
+    """Everything about a tensor, apart from its values, on which the choice of a kernel may depend."""
     place = tensor.data_ptr() % (_ALIGNED_ON_GPU if tensor.is_cuda else _ALIGNED)
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, place, is_constant(tensor)

@@ -1,5 +1,5 @@
-"""Residual additions with the normalisation, and the quantisation, that follow them: one operator
-for one kernel."""
+"""RMS norms, fused with the residual addition before them and the quantisation after them: each
+operator is one kernel."""
 
 import torch
 from torch import Tensor
@@ -10,8 +10,8 @@ from weft.ops.register import operator
 
 
 def functional_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm` in operations that have derivatives of all orders and modes; torch's own norm has
-    a fused kernel."""
+    """`rms_norm` in operations with derivatives of all orders and modes, unlike torch's fused
+    norm."""
     wide = widened(x)
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * widened(weight)).to(
         x.dtype
@@ -36,8 +36,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     1910.07467).
 
     Args:
-        x: `[T, N]`. Computed with in float32 and rounded once, after the multiplication by the
-            weight.
+        x: `[T, N]`. The computation is in float32, with one rounding after the multiplication by
+            the weight.
         weight: `[N]`, of x's dtype.
         eps: added to the mean square.
 
@@ -48,14 +48,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Torch's own norm `[..., N]`, with sums that depend on their row alone."""
-    if x.numel() == x.shape[-1]:  # torch divides a sum among threads if it is the only one
+    """Torch's own norm over the last dimension of `[..., N]`, in which each row's sum depends on
+    that row alone."""
+    # torch splits a single row's sum among threads, but not the sums of two rows.
+    if x.numel() == x.shape[-1]:
         return torch.nn.functional.rms_norm(x.expand(2, *x.shape), (x.shape[-1],), weight, eps)[0]
     return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
 def rms_norm_quantized(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Quantized]:
-    """`rms_norm`, and its result quantised, 128 columns of a token at a time."""
+    """`rms_norm`, and its result quantised in blocks of 128 columns of a token."""
     normed, values, scales = _rms_norm_quantized(x, weight, eps)
     return normed, Quantized(values, scales)
 
@@ -76,8 +78,8 @@ def _rms_norm_quantized(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, 
     functional=functional_add_rms_norm,
 )
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum of `x` and `residual`, rounded to the residual's dtype, and that sum normalised as by
-    `rms_norm`.
+    """Add `x` and `residual`, round the sum to the residual's dtype, and normalise it as `rms_norm`
+    does.
 
     Args:
         x: `[T, N]`, or parts of it `[S, T, N]`.
@@ -93,7 +95,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def add_rms_norm_quantized(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Quantized, Tensor]:
-    """`add_rms_norm` with the normalised sum also quantised: normalised, quantised, sum."""
+    """`add_rms_norm` that also quantises: it returns the normalised sum, the same quantised, and the
+    sum."""
     normed, values, scales, total = _add_rms_norm_quantized(x, residual, weight, eps)
     return normed, Quantized(values, scales), total
 

@@ -1,5 +1,5 @@
-"""The registration of operators with torch: a decorator that makes an operator of its reference
-function."""
+"""The registration of operators with torch: a decorator that turns a reference function into an
+operator."""
 
 import functools
 import inspect
@@ -27,18 +27,18 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Function = Callable[..., Any]
 
-# The parameter that makes a second operator of a function.
+# A function with this parameter becomes two operators: one for each value of the flag.
 FLAG = "batch_invariant"
-# The dtypes of a model's weights, hidden states and KV cache that the operators compute with.
+# The dtypes of weights, hidden states and KV cache in which the operators compute.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Operator(Protocol[P, R]):
-    """An operator, called as the function that was decorated.
+    """An operator, called with the arguments of the decorated function.
 
     Attributes:
-        reference: that function, in plain torch, on any device.
-        unchecked: the call without the check of its arguments.
+        reference: the decorated function, in plain torch, on any device.
+        unchecked: the same call, without the check of its arguments.
     """
 
     reference: Callable[P, R]
@@ -63,34 +63,35 @@ def operator(
     """Register the decorated function as the operator `weft::name`.
 
     The function is the reference: it defines the result, and it is the CPU implementation. Its
-    annotations are the operator's signature. A call goes to the operator, or to `functional` where
-    an argument requires grad or a transform of torch.func is active. (An Autograd kernel in Python
-    could decide that too, but takes as long as the whole call.)
+    annotations are the operator's signature. A call goes to the operator, or to `functional` if an
+    argument requires grad or a transform of torch.func is active. (An Autograd kernel in Python
+    could make that choice too, but it takes as long as the whole call.)
 
     Args:
         kernel: `module:function` of the CUDA implementation, with the same parameters. It is
             imported at the first call on CUDA, so that weft works on a CPU without triton.
-        fake: makes empty results of the right shapes, dtypes and devices. It takes the parameters
-            that it needs, by their names.
-        name: None: the function's name without leading underscores.
+        fake: makes empty results of the right shapes, dtypes and devices. Its parameters are those
+            of the operator that it needs, matched by name.
+        name: the operator's name; None: the function's name without leading underscores.
         parameters: a function whose parameters are the operator's; None: the decorated function.
         writes: the parameters whose tensors are written in place.
-        functional: the same in torch's own operations, on any device, for autograd and torch.func;
-            None: the reference. It writes to no argument: where the operator does, `functional`
-            returns the new values after the result.
-        returns_written: False: `functional` writes in place, too, and only if its second or third
+        functional: the same computation in torch's own operations, on any device, for autograd and
+            torch.func; None: the reference. It writes to no argument: instead of writing in place,
+            it returns the new values after the result.
+        returns_written: False: `functional` writes in place too, but only if its second or third
             argument is given (the keys and values of attention).
-        no_derivative: why the operator has no derivative. Asking for one is an error that says so.
+        no_derivative: why the operator has no derivative; a request for one raises an error that
+            gives this reason.
         check: called with all arguments before the operator; raises if they contradict each other.
 
-    `torch.compile` always traces the operator: it takes every call for one inside a transform of
-    torch.func.
+    `torch.compile` always traces the operator, since it treats every call as one inside a transform
+    of torch.func.
 
-    A last parameter `batch_invariant: bool = False` of the function and of its kernel is not a
-    parameter of the call. It makes a second operator, `weft::name.batch_invariant`, which is called
-    in `weft.batch_invariant()`: so a traced program says which of the two it runs. In that context
-    a derivative is that of `functional`, and the values are the operator's, bit for bit. On the CPU
-    it runs in one thread (`weft.torchapi.cpu_sums`).
+    If the function and its kernel have a last parameter `batch_invariant: bool = False`, it is not a
+    parameter of the call. It defines a second operator, `weft::name.batch_invariant`, which is
+    called in `weft.batch_invariant()`, so a traced program shows which of the two it runs. In that
+    context the values are the operator's, bit for bit, and the derivative is that of `functional`.
+    On the CPU the second operator runs in one thread (`weft.torchapi.cpu_sums`).
     """
 
     def register(reference: Callable[P, R]) -> Operator[P, R]:
@@ -191,7 +192,7 @@ def _define_invariant(
 
 
 def _without_flag(function: Function) -> tuple[Any, ...] | None:
-    """The defaults of a function's parameters, but for the flag, which is the last one."""
+    """The defaults of a function's parameters, without that of the flag, which is the last one."""
     defaults: tuple[Any, ...] | None = function.__defaults__
     if defaults and FLAG in inspect.signature(function).parameters:
         return defaults[:-1]
@@ -206,8 +207,8 @@ def _signature_without_flag(function: Function) -> inspect.Signature:
 
 
 def _infer_schema(reference: Function, parameters: Function, writes: Sequence[str]) -> str:
-    """The operator's schema. It has no defaults: torch would leave such arguments out when it calls
-    a kernel."""
+    """The operator's schema, without defaults: when torch calls a kernel, it omits arguments that
+    equal their defaults."""
     signature = _signature_without_flag(parameters)
     required = [
         one.replace(default=inspect.Parameter.empty) for one in signature.parameters.values()
@@ -253,8 +254,7 @@ def bind(check, unchecked):
 
 
 def _write_call(ops: Sequence[Any], derived: Function, exact: Function) -> Any:
-    """Write the call as source, with named parameters: a call of `*args` that looks at each of them
-    takes longer."""
+    """Generate the call as source with named parameters, which is faster than a loop over `*args`."""
     conditions = []
     for argument in ops[0]._schema.arguments:
         if str(argument.type) == "Tensor":
@@ -286,7 +286,7 @@ def _write_checked(op: Any, check: Function, unchecked: Function) -> Any:
 
 
 def _bind(op: Any, source: str, **more: str) -> Function:
-    """The function `bind` of a source, in which `parameters` stands for the operator's parameters."""
+    """The function `bind` that a source defines, with the operator's parameters for `{given}`."""
     parameters = ", ".join(argument.name for argument in op._schema.arguments)
     namespace: dict[str, Any] = {}
     exec(compile(source.format(given=parameters, **more), f"<the call of {op}>", "exec"), namespace)
@@ -295,9 +295,11 @@ def _bind(op: Any, source: str, **more: str) -> Function:
 
 
 def _exact(op: Any, derived: Function, writes: Sequence[str], returns_written: bool) -> Function:
-    """The call in `weft.batch_invariant()` where a derivative is asked for: the operator's values,
-    with the derivative of `derived`. Inside a transform of torch.func that is not `grad` or `vjp`
-    it is `derived`."""
+    """The call in `weft.batch_invariant()` if a derivative is requested: the operator's values, with
+    the derivative of `derived`.
+
+    Inside a transform of torch.func other than `grad` or `vjp`, the call is `derived` itself.
+    """
     names = [argument.name for argument in op._schema.arguments]
     written = [names.index(name) for name in writes]
 
@@ -369,11 +371,11 @@ def _exact(op: Any, derived: Function, writes: Sequence[str], returns_written: b
 
 
 def without_derivative(name: str, why: str, reference: Function) -> Function:
-    """The functional form of an operator that has no derivative: its reference, which refuses to be
+    """The functional form of an operator without a derivative: its reference, which raises if it is
     differentiated.
 
     Raises:
-        DerivativeError: (when called) autograd, or a transform of torch.func, follows an argument.
+        DerivativeError: (when called) autograd or a transform of torch.func tracks an argument.
     """
 
     def functional(*args: Any) -> Any:
@@ -390,7 +392,7 @@ def without_derivative(name: str, why: str, reference: Function) -> Function:
 
 
 def cuda_implementation(name: str, kernel: str) -> Callable[[], Function]:
-    """A function that imports the implementation at its first call, and returns it.
+    """A function that returns the implementation, which it imports at its first call.
 
     Raises:
         DeviceError: (when called) triton is not installed.
@@ -417,7 +419,7 @@ def triton_version() -> str | None:
 
 
 def no_triton(call: str) -> DeviceError:
-    """The error of `call` on a CUDA device without triton."""
+    """The error that `call` raises on a CUDA device without triton."""
     return DeviceError(
         call, "triton cannot be imported, and CUDA has no other kernel", install_command("cuda")
     )

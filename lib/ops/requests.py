@@ -1,7 +1,7 @@
-"""The table of requests: `weft::resolve_tokens` reads it before a step, `weft::move_on` writes it
-after.
+"""The table of requests: `weft::resolve_tokens` reads it before a step, and `weft::move_on` writes
+it after.
 
-Each is one operator, because the same in torch's operations takes dozens of launches.
+Each is one operator, because torch's own operations would take dozens of launches.
 """
 
 from collections.abc import Callable
@@ -34,17 +34,18 @@ def resolve_tokens(
     """Each token's id, position and slot, and each request's context, pages and last token.
 
     Args:
-        rows: [num_reqs] int64, of the table; negative for padding, which has no row.
+        rows: [num_reqs] int64, the table's row of each request; negative for padding, which has
+            none.
         input_ids: [num_tokens] int64.
         query_start_loc: [num_reqs + 1] int32.
         positions, last_tokens: [rows of the table] int64.
         block_table: [rows of the table, max_pages] int32.
-        limits: [rows of the table] int64, the most tokens of each; None: no limit.
+        limits: [rows of the table] int64, the most tokens of each request; None: no limit.
 
     Returns:
         `input_ids`, `positions`, `slot_mapping`, `seq_lens`, `block_table` and `last_index` of a
         `weft.batch.ResolvedBatch`. On CUDA a row or a position outside the table gives the id -1,
-        at which the embedding's lookup fails, as indexing does elsewhere.
+        which makes the embedding's lookup fail; on other devices the indexing here fails.
     """
     starts, (owner, place) = query_start_loc, find_owners(query_start_loc, len(input_ids))
     row = rows[owner]
@@ -54,9 +55,10 @@ def resolve_tokens(
     page = block_table[row, position // page_size].to(torch.int64)
     kept = valid
     if limits is not None:
-        # A draft past the limit reads what is read anyway, so that it adds no NaN.
+        # A draft past the limit embeds a token that the batch reads anyway, so it adds no NaN.
         ids = torch.where(ids == DRAFT, last_tokens[row], ids)
-        kept = valid & (position < limits[row] - 1)  # no token follows a request's last one
+        # No token follows a request's last one, so its key and value are never read.
+        kept = valid & (position < limits[row] - 1)
     slot = torch.where(kept, page * page_size + position % page_size, -1)
     query_lens = starts[1:] - starts[:-1]
     seq_lens = torch.where(rows >= 0, positions[rows] + query_lens, 0).to(torch.int32)
@@ -72,18 +74,18 @@ def move_on(
     samples: Tensor,
     ids: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Advance requests past the tokens that a step read, and keep the tokens that it sampled.
+    """Advance requests past the tokens that a step read, and store the tokens that it sampled.
 
     Args:
         positions, last_tokens: [rows of the table] int64.
         rows: [num_reqs] int64, distinct except for padding, which is negative.
         query_start_loc: [num_reqs + 1] int32.
-        samples: [num_reqs] bool: whether each request's token is kept.
-        ids: [num_reqs] int64; None: none was sampled.
+        samples: [num_reqs] bool: whether each request's token is stored.
+        ids: [num_reqs] int64, the sampled tokens; None: the step sampled none.
 
     Returns:
-        `positions` and `last_tokens`: those given, written in place; inside a transform of
-        torch.func new tensors.
+        `positions` and `last_tokens`, written in place; inside a transform of torch.func, new
+        tensors.
     """
     call: Callable[..., Any] = _move_on  # the functional form returns more than the operator
     outputs = call(positions, last_tokens, rows, query_start_loc, samples, ids)
@@ -100,7 +102,7 @@ def functional_move_on(
     samples: Tensor,
     ids: Tensor | None,
 ) -> tuple[None, Tensor, Tensor]:
-    """`move_on` with positions and last tokens of its own, which it returns."""
+    """`move_on` with new positions and last tokens, which it returns."""
     old = positions[rows]
     kept = rows >= 0
     moved = torch.where(kept, old + (query_start_loc[1:] - query_start_loc[:-1]), old)

@@ -29,11 +29,12 @@ def _empty_tables(inv_freq: Tensor, positions: Tensor, dtype: torch.dtype) -> tu
 def turn_tables(
     inv_freq: Tensor, positions: Tensor, attention_factor: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """`cos` and `sin` of `positions[t] * inv_freq[i]` in float32, times the factor, rounded once.
+    """`cos` and `sin` of `positions[t] * inv_freq[i]` in float32, times `attention_factor`, rounded
+    once.
 
     Args:
         inv_freq: `[D / 2]` float32.
-        positions: `[T]` int64, or one for each pair `[T, D / 2]`.
+        positions: `[T]` int64, or `[T, D / 2]` with a position for each pair.
 
     Returns:
         Both `[T, D / 2]` of `dtype`.
@@ -61,29 +62,30 @@ def rotate_and_keep(
     """Normalise each head of queries and keys, rotate them, and write keys and values to their
     slots.
 
-    The rotation turns the pairs `(x[i], x[i + D / 2])`, transformers' half layout. All in float32,
-    from the rounded product to one rounding at the end.
+    The rotation turns the pairs `(x[i], x[i + D / 2])`, the half layout of transformers. The sum of
+    the parts is rounded to the dtype of `cos`; everything after is in float32, and rounded once at
+    the end.
 
     Args:
         qkv: `[T, N]` of the dtype of `cos`, or float32 parts of it `[S, T, N]`.
         q_norm, k_norm: `[D]`, the weights of the norms over a head; None: no norm.
         eps: of the norms.
         cos, sin: `[T, D / 2]`.
-        slot_mapping: `[T]`; keys and values of a token with slot -1 are not kept. All other slots
-            are distinct.
+        slot_mapping: `[T]`; keys and values of a token with slot -1 are not written. All other
+            slots are distinct.
         kv_pages: `[2, P, page_size, Hkv, D]`, contiguous, written in place: keys at 0, values at 1.
-            Of the dtype of `cos`, or float8_e4m3fn, which keeps ±448 at the most.
-        num_heads: H, of the queries.
-        starts: the columns of qkv where keys and values begin; queries begin with the first.
+            Its dtype is that of `cos`, or float8_e4m3fn, which clamps values to ±448.
+        num_heads: H, the number of query heads.
+        starts: the columns of qkv where keys and values begin; queries begin at column 0.
 
     Returns:
-        The queries `[T, H, D]` of the dtype of `cos`, and the pages: those given, written in place.
-        If a derivative is asked for, and inside a transform of torch.func, they are new pages with
+        The queries `[T, H, D]` of the dtype of `cos`, and `kv_pages`, written in place. If a
+        derivative is requested, or inside a transform of torch.func, the pages are new tensors with
         the same values.
 
     Raises:
         DescriptorError: columns or heads do not fit.
-        DerivativeError: pages in FP8, whose values change in steps.
+        DerivativeError: a derivative is requested of pages in FP8, whose values change in steps.
     """
     kv_heads, dim = kv_pages.shape[-2:]
     ends = (num_heads * dim, starts[0] + kv_heads * dim, starts[1] + kv_heads * dim)
@@ -123,7 +125,7 @@ def _rotated(
     num_heads: int,
     starts: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Queries, keys and values, rotated; and the slots and pages of keys and values."""
+    """Rotated queries, rotated keys and values, and then the slots and pages to write them to."""
     kv_heads, dim = kv_pages.shape[-2:]
     whole, cos, sin = sum_parts(qkv, cos.dtype), widened(cos[:, None]), widened(sin[:, None])
     q, k, v = (
@@ -143,8 +145,8 @@ def _rotated(
 
 
 def functional_rotate_and_keep(*args: Any) -> tuple[Tensor, Tensor]:
-    """`rotate_and_keep` with pages of its own, which it returns after the queries; it reads nothing
-    on the host."""
+    """`rotate_and_keep` with new pages, which it returns after the queries; no value is read on the
+    host."""
     if args[7].dtype == torch.float8_e4m3fn and any(
         isinstance(x, Tensor) and is_differentiated(x) for x in args
     ):
@@ -164,6 +166,7 @@ def functional_rotate_and_keep(*args: Any) -> tuple[Tensor, Tensor]:
 def _rotate_and_keep(*args: Any) -> Tensor:
     """The operator of `rotate_and_keep`: it returns the queries."""
     q, k, v, slot_mapping, kv_pages = _rotated(_torch_norm, *args)
+    # nonzero reads values on the host, which the functional form must not do.
     kept = (slot_mapping >= 0).nonzero()[:, 0]
     for pages, rows in zip(kv_pages.flatten(1, 2), (k, v), strict=True):
         write_rows(rows[kept], slot_mapping[kept], pages)

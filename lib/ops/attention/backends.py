@@ -1,5 +1,5 @@
-"""`AttentionBackend`: an implementation of attention over pages, with what it can run on, and in
-which graphs."""
+"""`AttentionBackend`: an implementation of attention over pages, and the devices, dtypes, shapes and
+graphs that it supports."""
 
 import threading
 from collections.abc import Callable
@@ -49,7 +49,7 @@ _RULES: dict[str, Rule] = {
         "a function of a device, which returns what it lacks in words, or an empty text",
     ),
 }
-# The tensors that `attend` only reads: the layers after it read them, too.
+# The tensors that `attend` must not write, since later layers read them too.
 _READ = "kv_pages", "slot_mapping", "block_table", "query_start_loc", "seq_lens"
 _TAKEN = "q", *_READ, "max_query_len", "scale", "window"
 
@@ -58,38 +58,38 @@ def _lacks_nothing(device: torch.device) -> str:
     return ""
 
 
-# All back ends of this process: a graph may outlive the last reference to its own.
+# All back ends of this process, kept alive because a graph may outlive other references to its own.
 _BY_HANDLE: dict[int, "AttentionBackend"] = {}
 
 
 @attrs.frozen(eq=False)
 class AttentionBackend:
-    """An implementation of attention over pages: the result of `weft::paged_attention`, by other
-    means.
+    """An implementation of attention over pages, with the same result as `weft::paged_attention`.
 
     Args:
         name: for errors, reports and the comparison of ranks.
         attend: `(q, kv_pages, slot_mapping, block_table, query_start_loc, seq_lens, max_query_len,
             scale, window)`, which returns `[T, H, D]`: the arguments of `paged_attention` without
-            `k` and `v`, which are in the pages. In a graph it may not read values on the host; what
-            does so is of capability `piecewise`. It writes to none of its arguments but `q`: a
-            write that torch counts is an error in the step.
+            `k` and `v`, which are already in the pages. Inside a graph it may not read values on
+            the host; a back end that does has capability `piecewise`. It may write only to `q`: a
+            write to another argument raises in the step, if torch counts it.
         plan: a function of the same arguments. Its result is computed once per step, by the first
             layer, and passed to `attend` as the last argument. It reads no values of `q` and
-            `kv_pages`. Where `attend` runs inside a graph, so does `plan`; between graphs both may
+            `kv_pages`. If `attend` runs inside a graph, so does `plan`; between graphs both may
             read values on the host.
         capability: the graphs in which it can run, one of `CAPABILITIES`.
-        devices, dtypes: what it runs on and in.
-        head_dims, page_sizes: those that it has kernels for; empty: any.
-        kv_dtypes: those of pages that it reads besides that of q.
-        windows: whether it attends to a window; False: `window` is always 0.
+        devices, dtypes: the types of device and the dtypes of q that it supports.
+        head_dims, page_sizes: the sizes for which it has kernels; empty: any.
+        kv_dtypes: the dtypes of pages that it reads, besides that of q.
+        windows: whether it supports a sliding window; False: `window` is always 0.
         batch_invariant: whether, in `weft.batch_invariant()`, a token's result depends on the token
-            and its context alone, bit for bit. Others are refused by models with
-            `batch_invariant=True`.
-        missing: what a device lacks to run it, in words: a package, or a newer GPU. Empty: nothing.
+            and its context alone, bit for bit. Models with `batch_invariant=True` refuse back ends
+            for which this is False.
+        missing: a function that says what a device lacks to run it, such as a package or a newer
+            GPU; an empty text means nothing.
 
     Raises:
-        ProgramError: one of these is something else, or a function of other arguments.
+        ProgramError: an argument has the wrong type or value, or a function the wrong parameters.
     """
 
     name: str
@@ -129,7 +129,7 @@ class AttentionBackend:
         _BY_HANDLE[self.handle] = self
 
     def __reduce__(self) -> Any:
-        """A copy has a handle of its own; a back end of weft's own is itself."""
+        """Pickle by name if it is one of weft's own; any other copy gets a new handle."""
         if BACKENDS.get(self.name) is self:
             return _named, (self.name,)
         return AttentionBackend, tuple(
@@ -146,12 +146,12 @@ class AttentionBackend:
         kv_dtype: torch.dtype | None = None,
         batch_invariant: bool = False,
     ) -> None:
-        """Raise unless it can run a model of these.
+        """Raise unless it can run a model with these properties.
 
         Raises:
-            DeviceError: it does not run on the device, or lacks something there.
-            ProgramError: it has no kernels for the dtype, the size of the heads, a window, or the
-                dtype of the cache, or it is not batch invariant and has to be.
+            DeviceError: it does not support the device, or lacks something there.
+            ProgramError: it has no kernels for the dtype, the head size, the window or the dtype of
+                the cache, or it is not batch invariant although the model requires it.
         """
         names = (
             name for name, one in BACKENDS.items() if one is not self and device.type in one.devices
@@ -206,7 +206,7 @@ class AttentionBackend:
             raise ProgramError(call, problem, f"EngineLimits(..., page_size={self.page_sizes[0]})")
 
     def runs_inside(self, query_len: int | None) -> bool:
-        """Whether it can run inside a whole graph of a class with this query length (None: ragged)."""
+        """Whether it can run inside a full graph for batches of this query length (None: ragged)."""
         if query_len is None:
             needs = "full"
         elif query_len > 1:
@@ -217,7 +217,7 @@ class AttentionBackend:
 
     @property
     def is_operator(self) -> bool:
-        """Whether it is `weft::paged_attention` itself, at which graphs in pieces are cut."""
+        """Whether it is `weft::paged_attention` itself, at which piecewise graphs are cut."""
         return self.attend is _by_operator
 
     def _attended(self, q: Tensor, *rest: Any) -> Tensor:
@@ -250,12 +250,13 @@ class AttentionBackend:
         *where: Any,
         plans: dict[Any, Any] | None = None,
     ) -> Tensor:
-        """Attend: in a graph of a class with this query length if it can, otherwise as
-        `weft::attend_outside`, at which graphs in pieces are cut.
+        """Attend directly if it can run in a graph for this query length, and otherwise through
+        `weft::attend_outside`, at which piecewise graphs are cut.
 
         Args:
             where: the arguments of `attend` after the pages.
-            plans: the step's plans; this function fills it. None: a plan for this call alone.
+            plans: the step's plans, to which this call adds its own; None: plan for this call
+                alone.
         """
         if plans is None:
             plans = {}
@@ -268,7 +269,7 @@ class AttentionBackend:
             return self._attended(q, kv_pages, *where, plans[key])
         slots, table, starts, lengths, longest, scale, window = where
         begins = key not in plans
-        plans[key] = None  # it is made when the operator runs
+        plans[key] = None  # the plan itself is made when the operator runs
         return _attend_outside(
             q, kv_pages, slots, table, starts, lengths, longest, scale, window, self.handle, begins
         )
@@ -296,15 +297,15 @@ def _attend_outside(
     handle: int,
     begins: bool,
 ) -> Tensor:
-    """The operator of a back end that does not run in the graph at hand; the first of a step begins
-    with the plan."""
+    """The operator of a back end that cannot run inside the current graph; `begins` is true for the
+    first call of a step, which makes the plan."""
     where = slot_mapping, block_table, query_start_loc, seq_lens, max_query_len, scale, window
     return attend_by_handle(q, kv_pages, *where, handle, begins)
 
 
 class _Plans(threading.local):
-    """For each back end and shape, this thread's last plan, and the addresses of the tensors it was
-    made from."""
+    """This thread's last plan for each back end and shape, with the addresses of the tensors from
+    which it was made."""
 
     def __init__(self) -> None:
         self.by_key: dict[Any, tuple[Any, Any]] = {}
@@ -314,8 +315,8 @@ _PLANS = _Plans()
 
 
 def attend_by_handle(q: Tensor, kv_pages: Tensor, *rest: Any) -> Tensor:
-    """The result of the back end with a handle. If `begins` is false, the last plan is used again,
-    provided that its tensors are at the same addresses; otherwise one is made."""
+    """The result of the back end with this handle. If `begins` is false, the last plan is reused if
+    its tensors are at the same addresses; otherwise a new plan is made."""
     *where, handle, begins = rest
     backend = _BY_HANDLE[handle]
     plan = list[Any]()
@@ -326,7 +327,7 @@ def attend_by_handle(q: Tensor, kv_pages: Tensor, *rest: Any) -> Tensor:
             _PLANS.by_key[key] = memory, backend.plan(q, kv_pages, *where)
         plan = [_PLANS.by_key[key][1]]
     out = backend._attended(q, kv_pages, *where, *plan)
-    # An operator's result is new memory
+    # torch requires that an operator's result shares no memory with its arguments.
     if _shares(out, q, kv_pages, *where):
         return out.clone()
     return out
@@ -337,7 +338,7 @@ def _named(name: str) -> AttentionBackend:
 
 
 def _shares(out: Any, *inputs: Any) -> bool:
-    """Whether a result is in the memory of an argument."""
+    """Whether a result shares its storage with an argument."""
     return isinstance(out, Tensor) and storage_id(out) in {
         storage_id(x) for x in inputs if isinstance(x, Tensor)
     }
@@ -371,7 +372,7 @@ FLASHINFER = AttentionBackend(
     missing=flashinfer.missing,
 )
 
-# By type of device, the back end whose operator is `weft::paged_attention` itself.
+# The default back end of each type of device, whose operator is `weft::paged_attention` itself.
 OWN = {"cpu": REFERENCE, "cuda": TRITON}
 # The back ends by name, for `weft.load(..., attention=name)`.
 BACKENDS = {one.name: one for one in (REFERENCE, TRITON, TORCH, FLASHINFER)}

@@ -1,5 +1,7 @@
-"""FlashInfer's attention over pages: XQA for decodes, which a graph can hold; FA3 or FA2, planned
-on the host, for the rest. The package is imported at the first call, so that weft works without it.
+"""FlashInfer's attention over pages: XQA for decodes, which a graph can capture, and FA3 or FA2,
+planned on the host, for other batches.
+
+The package is imported at the first call, so that weft works without it.
 """
 
 import functools
@@ -18,11 +20,11 @@ from weft.torchapi.private import is_differentiated
 DTYPES = torch.bfloat16, torch.float16
 HEAD_DIMS = 64, 128, 256
 
-# XQA keeps its semaphores, which must be zero, in the first 8 MiB of the workspace; after them come
-# the shares of a context that is split, one for each multiprocessor at most.
+# XQA keeps its semaphores, which must be zero, in the first 8 MiB of the workspace. After them come
+# the partial results of split contexts, at most one for each multiprocessor.
 _SEMAPHORES = 8 * 2**20
 _SHARES = 16 * 2**20
-# Bytes that the wrappers for prompts share for the shares of split contexts.
+# Bytes for the partial results of split contexts, shared by all wrappers for prompts.
 _WORKSPACE = 128 * 2**20
 
 
@@ -41,13 +43,12 @@ def missing(device: torch.device) -> str:
 
 @attrs.frozen(eq=False)
 class DecodePlan:
-    """The plan of a decode: arguments in which XQA finds nothing invalid, padding included, and
-    memory for it.
+    """The plan of a decode: arguments that XQA accepts even for padding, and its workspace.
 
     Args:
         table: the block table, with page 0 for padded requests.
         lengths: the length of each context, 1 for padded requests.
-        dead: [num_tokens] bool, the tokens whose result is 0.
+        dead: [num_tokens] bool: the tokens whose result must be 0.
         workspace: XQA's semaphores and partial results.
     """
 
@@ -62,10 +63,11 @@ class PromptPlan:
     """The plan of a step with prompts, made on the host.
 
     Args:
-        wrapper: FlashInfer's, after its `plan`; None if no request has a token.
-        rows: the tokens that it attends with; None if these are the first `count`.
-        count: their number.
-        dead: the places, among these tokens, of those whose result is 0; None if there are none.
+        wrapper: FlashInfer's wrapper, after its `plan`; None if no request has a token.
+        rows: the tokens that attend; None if these are the first `count`.
+        count: the number of tokens that attend.
+        dead: the places, among these tokens, of those whose result must be 0; None if there are
+            none.
     """
 
     wrapper: Any
@@ -75,7 +77,7 @@ class PromptPlan:
 
 
 def plan(q: Tensor, kv_pages: Tensor, *where: Any) -> DecodePlan | PromptPlan:
-    """The plan of `AttentionBackend`."""
+    """The function `plan` of `AttentionBackend`."""
     slots, table, starts, lengths, longest, scale, window = where
     with torch.cuda.device_of(q):
         if longest == 1 and len(q) == len(lengths):
@@ -86,12 +88,13 @@ def plan(q: Tensor, kv_pages: Tensor, *where: Any) -> DecodePlan | PromptPlan:
 
 
 def attend(q: Tensor, kv_pages: Tensor, *rest: Any) -> Tensor:
-    """The function of `AttentionBackend`."""
+    """The function `attend` of `AttentionBackend`."""
     *where, planned = rest
     *_, scale, window = where
-    if is_differentiated(q) or is_differentiated(kv_pages):  # its kernels have no derivative
+    # FlashInfer's kernels have no derivative.
+    if is_differentiated(q) or is_differentiated(kv_pages):
         return functional.attend(q, None, None, kv_pages, *where)
-    with torch.cuda.device_of(q):  # a launch goes to the current device
+    with torch.cuda.device_of(q):  # FlashInfer launches on the current device
         if isinstance(planned, DecodePlan):
             return _decode(q, kv_pages, scale, window, planned)
         return _prompts(q, kv_pages, planned)
@@ -102,6 +105,7 @@ def _plan_decode(
 ) -> DecodePlan:
     live = seq_lens > 0
     workspace = torch.empty(_SEMAPHORES + _SHARES, dtype=torch.uint8, device=q.device)
+    # XQA uses at most one int32 semaphore for each request and head.
     workspace[: 4 * q.shape[0] * q.shape[1]].zero_()
     table = torch.where(live[:, None], block_table, 0)
     return DecodePlan(table, seq_lens.clamp(min=1), (slot_mapping < 0) | ~live, workspace)
@@ -130,13 +134,13 @@ def _decode(q: Tensor, kv_pages: Tensor, scale: float, window: int, planned: Dec
 
 @attrs.frozen(eq=False)
 class _Queries:
-    """The queries of a step, on the host.
+    """The queries of a step, as NumPy arrays on the host.
 
     Args:
-        requests: [n], those that have live tokens.
-        starts, ends: [n], their tokens up to the last live one.
-        contexts: [n], up to that token.
-        dead: the tokens among them with slot -1.
+        requests: [n]: the requests that have live tokens.
+        starts, ends: [n]: the range of each request's tokens, up to its last live one.
+        contexts: [n]: the length of each context, up to that token.
+        dead: the tokens in these ranges with slot -1.
     """
 
     requests: Any
@@ -150,8 +154,8 @@ def _read_queries(slot_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tenso
     bounds = query_start_loc.cpu().numpy()
     lengths = seq_lens.cpu().numpy()
     live = slot_mapping.cpu().numpy() >= 0
-    # One past the last live token up to each place, and so the end of a request without the padding
-    # that ends it.
+    # For each place, one past the last live token before it; at the end of a request, this is its
+    # end without trailing padding.
     last = np.maximum.accumulate(
         np.concatenate([[0], np.where(live, np.arange(1, len(live) + 1), 0)])
     )
@@ -166,8 +170,8 @@ def _read_queries(slot_mapping: Tensor, query_start_loc: Tensor, seq_lens: Tenso
 
 
 class _Wrappers(threading.local):
-    """This thread's wrappers, by device and by all that a plan is made for except lengths;
-    workspaces by device."""
+    """This thread's wrappers, by device and the parameters of a plan other than lengths, and its
+    workspaces, by device."""
 
     def __init__(self) -> None:
         self.of: dict[Any, Any] = {}
@@ -257,6 +261,6 @@ def _sums(counts: Any) -> Any:
 
 
 def _ranges(starts: Any, counts: Any) -> Any:
-    """The numbers from each start on, as many as its count, one range after the other."""
+    """The concatenated ranges `start : start + count`."""
     before = np.repeat(_sums(counts)[:-1], counts)
     return np.repeat(starts, counts).astype(np.int64) + np.arange(len(before)) - before

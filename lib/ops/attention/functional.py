@@ -1,7 +1,7 @@
 """The functional forms of the KV cache and of `weft::paged_attention`, for autograd and torch.func.
 
-They are in torch's own operations, run on any device, and read nothing on the host, so that they
-can be captured and mapped too.
+They use torch's own operations, run on any device, and read no values on the host, so that they can
+also be captured in a graph and mapped by `vmap`.
 """
 
 import torch
@@ -15,13 +15,14 @@ from weft.ops.products.parts import widened
 
 def keep(k: Tensor, v: Tensor, slot_mapping: Tensor, kv_pages: Tensor) -> Tensor:
     """New pages with each token's key and value `[T, Hkv, D]` in its slot; a token with slot -1 is
-    left out."""
+    skipped."""
     slots = kv_pages.shape[1] * kv_pages.shape[2]
     slot = slot_mapping.long()
     index = torch.where(slot < 0, 2 * slots, torch.stack((slot, slot + slots))).flatten()
     new = _as_bytes(as_kept(torch.cat((k, v)), kv_pages.dtype))
     old = _as_bytes(kv_pages.flatten(0, 2))
-    rows = torch.cat((old, old.new_zeros((1, *old.shape[1:]))))  # the last row takes those left out
+    # The extra last row receives the skipped tokens: a mask would need a read on the host.
+    rows = torch.cat((old, old.new_zeros((1, *old.shape[1:]))))
     kept: Tensor = rows.index_copy(0, index, new)[: 2 * slots].view(kv_pages.shape)
     if kept.dtype == kv_pages.dtype:
         return kept
@@ -35,7 +36,7 @@ def write_rows(rows: Tensor, index: Tensor, pages: Tensor) -> None:
 
 
 def _as_bytes(x: Tensor) -> Tensor:
-    """x, and where it is in FP8, which no `index_copy` takes, its bytes."""
+    """`x`, or its bytes if it is in FP8, which `index_copy` does not support."""
     if x.dtype == torch.float8_e4m3fn:
         return x.view(torch.uint8)
     return x
@@ -56,14 +57,14 @@ def attend(
 ) -> Tensor:
     """`weft.ops.attention.paged.paged_attention`, with the same arguments.
 
-    Gradients go to q and to the pages, and so to the keys and values that were written there in
-    this step or before.
+    Gradients flow to q and to the pages, and so to the keys and values that this step or an earlier
+    one wrote there.
 
-    Scores are `[R, Hkv, n * H / Hkv, max_pages * page_size]` in float32, for at most n queries a
-    request.
+    It materialises scores `[R, Hkv, n * H / Hkv, max_pages * page_size]` in float32, for at most n
+    queries per request.
 
     Raises:
-        DerivativeError: k and v are given, and the pages cannot be written in place here.
+        DerivativeError: k and v are given, and autograd forbids writing to the pages in place.
     """
     tokens = q.shape[0]
     requests = len(seq_lens)
@@ -76,8 +77,7 @@ def attend(
     if k is not None and v is not None:
         _write(k, v, torch.where(live, slot_mapping, -1), kv_pages)
 
-    # A row for each request, as long as the longest request may be: its queries, and their
-    # positions.
+    # Pad the queries and their positions to a row per request, as long as the longest may be.
     step = torch.arange(min(max_query_len, tokens), device=q.device)
     token = (query_start_loc[:-1, None] + step).clamp(max=tokens - 1)
     position = (seq_lens - lengths)[:, None] + step
@@ -86,7 +86,7 @@ def attend(
 
     history = kv_pages[:, block_table.clamp(0, kv_pages.shape[1] - 1)].flatten(2, 3)
     context = torch.arange(history.shape[2], device=q.device)
-    # The rest may be NaN
+    # Memory past the context may hold NaN, and 0 * NaN is NaN: zero it.
     history = torch.where((context < end[:, None])[:, :, None, None], history, 0)
     keys, values = widened(history).transpose(2, 3).unbind(0)
 
@@ -95,7 +95,8 @@ def attend(
     if window:
         visible &= context > last - window
     beyond = (last < 0) | (step >= lengths[:, None])[:, :, None]
-    visible |= beyond & (context == 0)  # the softmax of no key at all would be NaN
+    # Padding sees one key: a softmax over none would be NaN, in the gradient too.
+    visible |= beyond & (context == 0)
     scores = (queries @ keys.transpose(2, 3)).unflatten(2, (len(step), -1))
     weights = scores.masked_fill(~visible[:, None, :, None], -torch.inf).softmax(-1)
     mixed = (weights.flatten(2, 3) @ values).unflatten(2, (len(step), -1))
@@ -104,8 +105,8 @@ def attend(
 
 
 def _by_kv_head(q: Tensor, kv_heads: int) -> Tensor:
-    """`[R, n, H, D] -> [R, Hkv, n * (H // Hkv), D]`: the queries that share a key head as the rows
-    of one matrix."""
+    """`[R, n, H, D] -> [R, Hkv, n * (H // Hkv), D]`: the queries that share a key head become the
+    rows of one matrix."""
     grouped: Tensor = q.unflatten(2, (kv_heads, -1))
     return grouped.transpose(1, 2).flatten(2, 3)
 

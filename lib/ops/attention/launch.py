@@ -1,4 +1,4 @@
-"""The launch of the attention kernels, planned from shapes alone."""
+"""The launch parameters of the attention kernels, planned from shapes alone."""
 
 import functools
 
@@ -6,49 +6,50 @@ import attrs
 
 from weft.ops.tiles.tile import power_of_two
 
-# The most rows of a program, with heads of 128 in 16 bits.
+# The most query rows of a program, with heads of 128 in 16 bits.
 _PROMPT_ROWS = 128
-# Keys of a tile, of which heads of 128 have 64, warps and stages, in programs of so many rows in 16
-# bits. With a cache in FP8, registers of the conversion would spill.
+# Keys of a tile (64 of them for heads of 128), warps and stages, in 16-bit programs with that many
+# rows. Not used with a cache in FP8: the registers of the conversion would spill.
 _PROMPT_TILE = 128, 8, 2
-# Keys, warps and stages of other programs for prompts, and of all that are batch invariant.
+# Keys, warps and stages of other programs for prompts, and of all batch-invariant programs.
 _FIXED_TILE = 64, 4, 2
 
-# The most registers of a thread in programs of 8 warps, so that two fit on a multiprocessor, which
-# has 65,536. With 128 rows and heads of 128, accumulators take half of them; where contexts are
-# shared that leaves too few.
+# The most registers per thread in programs of 8 warps, so that two programs fit on a
+# multiprocessor, which has 65,536. With 128 rows and heads of 128, accumulators take half of them;
+# if contexts are shared, too few remain.
 _MOST_REGISTERS = 128
-# The warps of a multiprocessor among which decodes are shared, enough for 128 registers a thread;
-# half of them where the cache is in FP8, whose programs take 255.
+# The warps per multiprocessor among which decodes are shared, which leaves 128 registers a thread;
+# half as many if the cache is in FP8, where a thread takes 255.
 _WARPS = 16
-# The most rows of queries, among prompts, whose context is shared as in decodes: the least that a
-# product has.
+# Among prompts, requests with up to this many query rows share their context as in decodes: it is
+# the smallest number of rows of a product.
 _FEW_ROWS = 16
-# The most requests whose contexts are cut into parts: each program has the lengths of all in
-# registers.
+# The most requests whose contexts are cut into parts, since each program holds the lengths of all
+# of them in registers.
 _MOST_COUNTED = 1024
-# The most splits of a request, whose results are combined at once.
+# The most splits of a request: their results are combined at once.
 _MOST_SPLITS = 64
+# With fewer than 3 programs per multiprocessor, contexts are cut into equal parts if the largest
+# share exceeds 9 eighths of a part. With more programs, which hide each other's waits, the
+# threshold is 12 eighths.
 _FEW_WAVES = 3
 _FEW_SLACK = 9
-# With less than 3 programs a multiprocessor, contexts are cut into equal parts if the largest share
-# would have more than 9 eighths of a part; with more programs, which hide each other's waits, than
-# 12 eighths.
 _SLACK = 12
+# Contexts are cut into parts only if the largest share exceeds a part by more than this many
+# positions, in decodes and among prompts. Below that, one program finishes sooner than the parts
+# are combined, or than the prompts are done.
 _SPARE = 192
-# Contexts are cut into parts if the largest share is longer than a part by more positions than
-# this: in decodes, and among prompts. Up to there a program would finish sooner than parts are
-# combined, or than the prompts are done.
 _MIXED_SPARE = 1024
-# The most positions in which a request is left to one program, however short the others are: it
+# Up to this many positions, a request stays with one program however short the others are, since it
 # ends soon enough.
 _LONG = 2048
-# Batch-invariant launches with more programs a multiprocessor are not shared: they keep a share of
-# each segment of the largest context. Nor are they cut into parts, which are not faster there.
+# Batch-invariant launches with at least this many programs per multiprocessor do not share
+# contexts, since shares take memory for each segment of the largest context. They are never cut
+# into parts, which are not faster there.
 _FEW_INVARIANT_WAVES = 1
 # The positions that a batch-invariant launch attends to at a time.
 SEGMENT = 512
-# The rows of its programs, whatever the number of queries: one layout, and so one order of sums.
+# The rows of batch-invariant programs, for any number of queries: one layout, so one order of sums.
 _FIXED_ROWS = 64
 
 
@@ -58,26 +59,28 @@ class Launch:
 
     Args:
         rows: rows of a program's query matrix, a power of two; queries * group of them are used.
-        queries: queries of a program.
-        keys: keys of a tile, a power of two.
+        queries: queries per program.
+        keys: keys per tile, a power of two.
         dims: the head dimension, rounded up to a power of two.
         one_block: whether each request's queries fit in one program; then, unless contexts are
             shared, program r serves request r.
-        share_rows: rows of the programs that share contexts: all if one_block, else the first ones,
-            for requests with few queries, which may have a context each; 0: there are none.
-        programs: for each key head.
-        splits: programs that share a request's context where contexts are about equal, a power of
-            two.
-        parts: programs that share all contexts otherwise; 0: they are taken for equal.
-        slack: the eighths of a part that the largest share has, at most, if contexts are about
+        share_rows: rows of the programs that share contexts; 0: there are no such programs. If
+            one_block, all programs do; otherwise only the first ones, for requests with few
+            queries.
+        programs: the number of programs for each key head.
+        splits: the number of programs that share a request's context if contexts are about equal, a
+            power of two.
+        parts: the number of programs that share all contexts otherwise; 0: contexts are taken to be
             equal.
-        spare: tiles of that share that do not count.
-        warps: of a program.
-        stages: of Triton's pipeline. A tile takes two in a decode, since its page is loaded before
-            its keys.
-        registers: the most of a thread; None: as many as it takes.
-        segments: of the largest context that fits in the block table, each of `SEGMENT` positions;
-            0: the context is attended to as a whole.
+        slack: contexts count as about equal if the largest share has at most this many eighths of a
+            part.
+        spare: the number of tiles by which that share may exceed a part in any case.
+        warps: warps per program.
+        stages: stages of Triton's pipeline. A tile takes two in a decode, since its page number is
+            loaded before its keys.
+        registers: the most registers per thread; None: no limit.
+        segments: the number of segments, of `SEGMENT` positions each, in the largest context that
+            fits in the block table; 0: the context is attended to as a whole.
     """
 
     rows: int
@@ -98,17 +101,18 @@ class Launch:
 
     @property
     def shared(self) -> bool:
-        """Whether several programs may attend to one context, and `combine_kernel` is to follow."""
+        """Whether several programs may attend to one context, so that `combine_kernel` must follow."""
         return self.splits > 1 or self.parts > 0
 
     @property
     def places(self) -> int:
-        """The room for shares, in programs' results; batch-invariant launches have that of all
-        segments instead."""
+        """The room for shares, as a number of programs' results; batch-invariant launches have room
+        for all segments instead."""
         return max(self.programs if self.one_block else 0, 2 * self.parts)
 
 
-@functools.lru_cache(maxsize=1024)  # a call takes some 10 µs, and an eager step makes one a layer
+# Cached because a call takes some 10 µs, and an eager step makes one per layer.
+@functools.lru_cache(maxsize=1024)
 def plan_launch(
     num_tokens: int,
     num_reqs: int,
@@ -122,8 +126,11 @@ def plan_launch(
     processors: int,
     batch_invariant: bool = False,
 ) -> Launch:
-    """The launch for these shapes; `max_context` is the capacity of a block table's row, in tokens,
-    and the sizes are the bytes of a number of the queries and of the pages."""
+    """Plan the launch for these shapes.
+
+    `max_context` is the capacity of a row of the block table, in tokens; `itemsize` and
+    `kv_itemsize` are the bytes per element of the queries and of the pages.
+    """
     dims = max(16, power_of_two(head_dim))
     # The accumulator, rows * dims in float32, stays in registers, and a tile of keys takes 16 KiB
     # of shared memory.
@@ -135,8 +142,8 @@ def plan_launch(
     rows = max(rows, power_of_two(group))
     queries = rows // group
     one_block = max_query_len <= queries
-    # Request r starts at block query_start_loc[r] // queries + r: room enough for its partial
-    # block, and no overlap.
+    # Request r starts at block query_start_loc[r] // queries + r, which leaves room for its partial
+    # block without overlap.
     if one_block:
         blocks = num_reqs
     else:
@@ -153,7 +160,7 @@ def plan_launch(
     else:
         keys, warps, stages = _tile(rows, dims, waves, fp8)
     keys = max(16, min(keys, 16384 // (dims * kv_itemsize)))
-    # The keys of so many tiles fit in shared memory; only a very wide head has a larger tile.
+    # 96 KiB of shared memory hold the keys of this many tiles; only very wide heads limit it.
     stages = max(1, min(stages, 98304 // (keys * dims * kv_itemsize)))
     if batch_invariant:
         segments = -(-max_context // SEGMENT)
@@ -175,7 +182,8 @@ def plan_launch(
     else:
         share_rows = _FEW_ROWS
     if not batch_invariant and (one_block or share_rows) and (max_context > _LONG or splits > 1):
-        # In decodes of many programs, more would idle where contexts are about equal.
+        # In decodes with many programs, more parts than requests would idle if contexts are about
+        # equal.
         if few or not one_block:
             parts = min(places, num_reqs * tiles)
         else:
@@ -209,11 +217,12 @@ def plan_launch(
 
 
 def _tile(rows: int, dims: int, waves: int, fp8: bool) -> tuple[int, int, int]:
-    """Keys of a tile, warps of a program and stages, for programs of up to 64 rows, and in a decode
-    so many of them a multiprocessor; `fp8`: the keys have a byte a number, and queries two.
+    """Keys per tile, warps per program and stages, for programs of up to 64 rows.
 
-    Many small programs hide each other's waits; few programs must hide their own. Measured on an
-    H200 with heads of 128 in bfloat16, and contexts of 256 to 32,768 in decodes.
+    `waves` is the number of programs per multiprocessor in a decode; `fp8` says that keys have one
+    byte per element and queries two. Many small programs hide each other's waits; few programs must
+    hide their own. Measured on an H200 with heads of 128 in bfloat16, and contexts of 256 to 32,768
+    in decodes.
     """
     if fp8 and rows <= 16:
         if waves < 3:

@@ -18,10 +18,10 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _SLOT_DTYPES = (torch.int32, torch.int64)
 _INT32 = (torch.int32,)
 
-# The reference attends this many queries at a time, so that a long prompt's scores need memory
-# linear in its length.
+# The reference attends this many queries at a time, so that the memory for a long prompt's scores
+# is linear in its length.
 _QUERY_BLOCK = 256
-# The rows and columns of batch-invariant products are multiples of it.
+# The rows and columns of batch-invariant products are padded to multiples of this.
 _PADDED = 16
 
 
@@ -32,7 +32,7 @@ def _check(
     else.
 
     Args:
-        block: the only size of a head; 0: any.
+        block: the required size of a head; 0: any.
     """
     fault = _fault(q, k, v, kv_pages, *where[:5])
     if fault is None and len(where) > 6 and where[6] < 0:
@@ -79,40 +79,41 @@ def paged_attention(
     Padding is every token past `query_start_loc[-1]`, every token of a request with `seq_lens[r] ==
     0`, and every token with slot -1. Its output is 0 whatever it holds, and its keys and values are
     not written. Memory that no token reads may hold anything, NaN included: pages outside the used
-    part of the table, the rest of a last page, and the positions of slot -1 that end a request. (A
-    slot of -1 elsewhere in a request leaves a position that later tokens do read.)
+    part of the table, the unused rest of a last page, and the positions of slot -1 at the end of a
+    request. (A slot of -1 elsewhere in a request leaves a position that later tokens do read.)
 
     All writes come before all reads, so a request may read what another one writes in this call.
-    Two tokens must not write to one slot.
+    Two tokens must not write to the same slot.
 
-    The operator is `weft::paged_attention`. The CPU implementation attends one request after
+    The operator is `weft::paged_attention`. The CPU implementation processes one request after
     another, so that a result does not depend on the rest of the batch; in `weft.batch_invariant()`
-    one query after another.
+    it processes one query after another.
 
     Args:
         q: `[T, H, D]`, float32, bfloat16 or float16. Sums are in float32.
-        k: `[T, Hkv, D]`, q's dtype, as is v; Hkv divides H.
-        v: `[T, Hkv, D]`. If k and v are None, each token's are already in its slot.
+        k: `[T, Hkv, D]`, of q's dtype; Hkv divides H.
+        v: `[T, Hkv, D]`, of q's dtype. If k and v are None, each token's are already in its slot.
         kv_pages: `[2, P, page_size, Hkv, D]`, contiguous: a layer's pages, keys at 0, values at 1;
-            written in place. Of q's dtype, or float8_e4m3fn, which keeps ±448 at the most.
-        slot_mapping: `[T]`, int32 or int64: token t is kept in page `slot // page_size` at `slot %
-            page_size`.
+            written in place. Its dtype is q's, or float8_e4m3fn, which clamps values to ±448.
+        slot_mapping: `[T]`, int32 or int64: token t is stored in page `slot // page_size` at `slot
+            % page_size`.
         block_table: `[R, max_pages]`, int32: the pages of each request, in order.
         query_start_loc: `[R + 1]`, int32, ascending from 0.
         seq_lens: `[R]`, int32: the context of each request, this call's tokens included; 0 for a
             padded request.
-        max_query_len: the most tokens of a request. On a GPU it shapes the launch and may change
-            the order of sums.
-        scale: what the products of queries and keys are multiplied by, usually `D ** -0.5`.
-        window: how many of the last positions a query sees, its own included (sliding-window
+        max_query_len: the most tokens of a request in this call. On a GPU it shapes the launch and
+            may change the order of sums.
+        scale: factor on the products of queries and keys, usually `D ** -0.5`.
+        window: how many of the last positions a query sees, including its own (sliding-window
             attention, Beltagy et al. 2020); 0: all.
 
     Returns:
         `[T, H, D]`, q's dtype, contiguous.
 
     Raises:
-        DescriptorError: shapes or dtypes contradict each other; on the CPU, the lengths too. On a
-            GPU the values of the lengths are not checked, since that would stop the host.
+        DescriptorError: shapes or dtypes contradict each other; on the CPU, also the lengths. On a
+            GPU the values of the lengths are not checked, since the host would have to wait for
+            them.
         DeviceError: the tensors are on several devices, or on CUDA without triton.
 
     >>> kv_pages = torch.zeros(2, 1, 4, 1, 2)  # one page of four slots
@@ -153,19 +154,21 @@ def paged_attention(
 
 
 def paged_attention_quantized(q: Tensor, *where: Any) -> Quantized:
-    """`weft.ops.products.fp8.quantize` of the result of `paged_attention`, bit for bit, without a
-    launch of its own.
+    """`paged_attention` with its result quantised as by `weft.ops.products.fp8.quantize`, bit for
+    bit, without an extra launch.
 
     The operator is an overload, `weft::paged_attention.quantized`, for an output projection in FP8.
 
     Args:
-        q, where: the arguments of `paged_attention`, in order; heads of 128.
+        q, where: the arguments of `paged_attention`, in order, with heads of 128.
 
     Returns:
-        `[T, H * 128]`: each head is a block.
+        `[T, H * 128]`, in which each head is a block.
 
     Raises:
-        DescriptorError: the heads are not 128 wide. And whatever `paged_attention` raises.
+        DescriptorError: the heads are not 128 wide.
+
+    It also raises what `paged_attention` raises.
     """
     _check(q, *where, block=BLOCK)
     return Quantized(*_paged_attention_quantized(q, *where))
@@ -194,8 +197,8 @@ def _paged_attention_quantized(
 
 @attrs.frozen
 class _Span:
-    """A request that is not padding. It owns the tokens `start:end`; the first is at position
-    `past`."""
+    """A request that is not padding. It owns the tokens `start:end`, the first of which is at
+    position `past`."""
 
     request: int
     start: int
@@ -213,8 +216,8 @@ class _Span:
 def _spans(
     starts: list[int], seq_lens: list[int], num_tokens: int, max_query_len: int, limit: int
 ) -> Iterator[_Span]:
-    """The requests that are not padding, with their lengths checked; `limit` positions have a page
-    in the table."""
+    """Check the lengths of the requests, and yield those that are not padding; a row of the table
+    has pages for `limit` positions."""
     for request, seq_len in enumerate(seq_lens):
         start = starts[request]
         end = starts[request + 1]
@@ -246,7 +249,7 @@ def _spans(
 
 
 def _write(k: Tensor, v: Tensor, kv_pages: Tensor, slot_mapping: Tensor, tokens: list[int]) -> None:
-    """Write k and v of `tokens` to their slots."""
+    """Write the keys and values of `tokens` to their slots."""
     if len(tokens) != k.shape[0]:
         index = torch.tensor(tokens, dtype=torch.int64)
         k = k[index]
@@ -268,10 +271,10 @@ def _attend(
 ) -> None:
     """Fill the span's rows of `out` by softmax attention in float32, a block of queries at a time.
 
-    The request alone determines the shapes below, and everything is in new memory (scaling copies
+    The shapes below depend on the request alone, and every operand is in new memory (scaling copies
     q, indexing copies the pages). So alignment, on which the matrix products may depend, is the
-    same in every batch. One query at a time, the rows and columns of the products are padded, so
-    that the number of its heads, of which a rank may have some, chooses no other product.
+    same in every batch. With one query at a time, the products' rows and columns are padded, so
+    that torch multiplies in the same way for any number of heads: a rank may hold only some.
     """
     page_size, kv_heads = kv_pages.shape[2:4]
     for start in range(span.start, span.end, block):
@@ -298,16 +301,16 @@ def _attend(
 
 
 def _by_kv_head(q: Tensor, kv_heads: int) -> Tensor:
-    """`[n, H, D] -> [Hkv, n * (H // Hkv), D]`: the queries that share a key head as the rows of one
-    matrix."""
+    """`[n, H, D] -> [Hkv, n * (H // Hkv), D]`: the queries that share a key head become the rows of
+    one matrix."""
     queries, heads, dim = q.shape
     grouped = q.reshape(queries, kv_heads, heads // kv_heads, dim).transpose(0, 1)
     return grouped.reshape(kv_heads, -1, dim).contiguous()
 
 
 def _masked(scores: Tensor, queries: int, window: int) -> Tensor:
-    """Mask the future of the last `queries` positions in `scores` `[Hkv, queries * group, length]`,
-    and what is outside of their windows."""
+    """Mask, in `scores` `[Hkv, queries * group, length]` of the last `queries` positions, the
+    future and what is outside the window."""
     kv_heads, rows, length = scores.shape
     visible = torch.ones(queries, length, dtype=torch.bool).tril(length - queries)
     if window:
@@ -327,7 +330,8 @@ def _fault(
     seq_lens: Tensor,
     max_query_len: int,
 ) -> tuple[str, str, str] | None:
-    """The first argument that does not agree with the others, its fault, and what to pass instead."""
+    """The first argument that contradicts the others, what is wrong with it, and what to pass
+    instead."""
     ranks = (("q", q, "[T, H, D]"), ("kv_pages", kv_pages, "[2, P, page_size, Hkv, D]"))
     for name, tensor, layout in (*ranks, ("block_table", block_table, "[R, max_pages]")):
         if tensor.dim() != layout.count(",") + 1:

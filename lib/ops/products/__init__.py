@@ -1,2 +1,2 @@
-"""Linear layers, adapters and the gate, and what they are made of: blocks in FP8, and results left
-in parts."""
+"""Linear layers, adapters and the gate, with their building blocks: FP8 blocks and results in
+parts."""

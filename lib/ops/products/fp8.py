@@ -1,8 +1,8 @@
-"""FP8 as DeepSeek-V3 stores it (arXiv 2412.19437, section 3.3): the format of weights, the
+"""FP8 as DeepSeek-V3 stores it (arXiv 2412.19437, section 3.3): the format of weights and the
 quantiser of activations.
 
-A value is a float8_e4m3fn times the float32 scale of its block: 128 by 128 weights, or 128 columns
-of one token. The last block of a row or a column may be smaller.
+A value is a float8_e4m3fn times the float32 scale of its block. A block is 128 by 128 weights, or
+128 columns of one token; the last block of a row or a column may be smaller.
 """
 
 import attrs
@@ -12,7 +12,7 @@ from torch import Tensor
 from weft.ops.register import operator
 from weft.trees import pytree
 
-# Columns that share a scale; of weights also rows.
+# The columns that share a scale; in weights, also the rows.
 BLOCK = 128
 
 # The largest float8_e4m3fn.
@@ -21,7 +21,7 @@ MOST = 448.0
 # The reason why an operator that quantises has no derivative.
 ROUNDED = "values that are rounded to FP8, and change in steps"
 
-# The smallest magnitude that a block's scale is made from, so that no scale is 0.
+# The lower bound on the magnitude from which a block's scale is computed, so that no scale is 0.
 LEAST = 1e-10
 
 
@@ -49,14 +49,15 @@ class Quantized:
 
 
 def as_kept(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keys or values as a cache of `dtype` keeps them: in FP8 clamped to ±448, without a scale."""
+    """Convert keys or values to the dtype of a cache; for FP8 they are clamped to ±448, without a
+    scale."""
     if dtype == torch.float8_e4m3fn:
         return x.float().clamp(-MOST, MOST).to(dtype)
     return x.to(dtype)
 
 
 def reference_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise `[T, K]` 128 columns at a time; the reference of every kernel that quantises.
+    """Quantise `[T, K]`, 128 columns at a time, as every kernel that quantises must.
 
     Let m be the largest magnitude of a block, at least 1e-10, in float32. The scale is m / 448, and
     a value becomes x * (448 / m), clamped to ±448 and rounded to the nearest float8_e4m3fn, ties to
@@ -69,19 +70,19 @@ def reference_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     padded = torch.nn.functional.pad(x.float(), (0, ceil_blocks(columns) * BLOCK - columns))
     blocks = padded.view(tokens, ceil_blocks(columns), BLOCK)
     most = blocks.abs().amax(-1).clamp(min=LEAST)
-    # `MOST / most` would multiply by a rounded reciprocal.
+    # With a Python number, `MOST / most` would multiply by a rounded reciprocal of `most`.
     inverse = torch.full_like(most, MOST) / most
     scaled = (blocks * inverse[..., None]).clamp(-MOST, MOST)
     return scaled.to(torch.float8_e4m3fn).view(tokens, -1)[:, :columns].contiguous(), most / MOST
 
 
 def dequantize(x: Quantized) -> Tensor:
-    """`[T, K]` float32."""
+    """The values `[T, K]` in float32."""
     return x.values.float() * x.scales.repeat_interleave(BLOCK, 1)[:, : x.values.shape[1]]
 
 
 def dequantize_weight(weight: Tensor, scale: Tensor) -> Tensor:
-    """`[…, N, K]` float32 of weights in blocks of 128 by 128.
+    """Weights `[…, N, K]` in float32, from blocks of 128 by 128.
 
     Args:
         weight: `[…, N, K]` float8_e4m3fn.
@@ -107,5 +108,5 @@ _quantize = operator(
 
 
 def quantize(x: Tensor) -> Quantized:
-    """`[T, K]` in FP8, by the definition of `reference_quantize`; one kernel on CUDA."""
+    """Quantise `[T, K]` to FP8 as `reference_quantize` defines it, on CUDA in one kernel."""
     return Quantized(*_quantize(x))

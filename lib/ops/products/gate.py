@@ -10,9 +10,9 @@ from weft.ops.register import operator
 
 
 def gated(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
-    """`silu(gate) * up` in float32, rounded once; the reference of every kernel that gates."""
+    """`silu(gate) * up` in float32, rounded once: the reference for every kernel with a gate."""
     wide = widened(gate)
-    # torch's silu on a CPU rounds the last elements of a tensor in another way than the others.
+    # On a CPU, torch's vectorised silu rounds a tensor's last elements differently from the others.
     return (wide / (1 + torch.exp(-wide)) * widened(up)).to(dtype)
 
 
@@ -22,7 +22,7 @@ def functional_gated(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def functional_silu_mul(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`silu_mul` by `functional_gated`."""
+    """`silu_mul`, computed with `functional_gated`."""
     gate, up = sum_parts(x, dtype).chunk(2, dim=-1)
     return functional_gated(gate, up, dtype)
 
@@ -37,9 +37,9 @@ def silu_mul(x: Tensor, dtype: torch.dtype) -> Tensor:
     2002.05202).
 
     Args:
-        x: `[T, 2 * I]`, or float32 parts of it `[S, T, 2 * I]`. Computed with in float32, rounded
-            once.
-        dtype: of the result; the sum of the parts is rounded to it too.
+        x: `[T, 2 * I]`, or float32 parts of it `[S, T, 2 * I]`. The computation is in float32, and
+            rounded once.
+        dtype: the dtype of the result; the sum of the parts is rounded to it too.
 
     Returns:
         `[T, I]`.

@@ -1,11 +1,11 @@
-"""Leaves: the parts of a sum whose order does not depend on the number of ranks that share it.
+"""Leaves: parts of a sum, so that its order does not depend on how many ranks share it.
 
-A sum over columns is cut into contiguous leaves of one size. Each is summed by itself, and they are
-added up in float32 as a balanced tree. A rank that has some of the columns has whole leaves, and
-adds up a subtree; an all-reduce adds up the ranks' sums (`weft.meshes.placements.reduced`). So the
-bits are the same for every number of ranks that divides the number of leaves (Zhang et al., 2025,
-"Deterministic inference across tensor parallel sizes that eliminates training-inference mismatch",
-arXiv 2511.17826).
+A sum over columns is cut into contiguous leaves of equal size. Each leaf is summed by itself, and
+the leaves are added in float32 as a balanced tree. A rank that has some of the columns has whole
+leaves and adds up a subtree; an all-reduce adds up the ranks' sums
+(`weft.meshes.placements.reduced`). So the bits are the same for every number of ranks that divides
+the number of leaves (Zhang et al., 2025, "Deterministic inference across tensor parallel sizes that
+eliminates training-inference mismatch", arXiv 2511.17826).
 """
 
 import operator as arithmetic
@@ -29,12 +29,13 @@ def functional_sum_leaves(x: Tensor, leaves: int, dtype: torch.dtype) -> Tensor:
     functional=functional_sum_leaves,
 )
 def sum_leaves(x: Tensor, leaves: int, dtype: torch.dtype) -> Tensor:
-    """The sum of leaves, each of which is the sum of its parts, first to last, in float32.
+    """Sum the leaves as a balanced tree in float32; each leaf is the sum of its parts, first to
+    last.
 
     Args:
-        x: `[leaves * S, T, N]`, the parts of each leaf one after another.
+        x: `[leaves * S, T, N]`, with the parts of each leaf one after another.
         leaves: a power of two.
-        dtype: of the result, to which it is rounded once.
+        dtype: the dtype of the result, which is rounded once.
 
     Returns:
         `[T, N]` of `dtype`.

@@ -1,5 +1,5 @@
-"""Linear layers: `weft::linear` for plain weights, and `weft::fp8_linear` for weights in FP8
-blocks."""
+"""Linear layers: `weft::linear` for plain weights, and `weft::fp8_linear` for weights in blocks of
+FP8."""
 
 import torch
 from torch import Tensor
@@ -28,7 +28,8 @@ _BLOCK_COLUMNS = 256
 def _empty_product(
     x: Tensor, weight: Tensor, dtype: torch.dtype, split: bool, leaves: int, batch_invariant: bool
 ) -> Tensor:
-    """An empty result: parts where the CUDA implementation splits the product, and leaves."""
+    """An empty result, with leaves if there are any, or parts if the CUDA implementation splits the
+    product."""
     (tokens, columns), rows = x.shape, weight.shape[0]
     if leaves:
         return x.new_empty((leaves, tokens, rows), dtype=torch.float32)
@@ -61,16 +62,16 @@ def linear(
         x: `[T, K]`.
         weight: `[N, K]`, of x's dtype.
         bias: `[N]`.
-        leaves: into which K is cut evenly, each summed in an order that neither N nor the others
-            choose (`weft.ops.products.leaves`); 0: the sum has any order. The bias is part of the
-            first one.
+        leaves: the number of equal leaves into which K is cut; the order of each leaf's sum depends
+            neither on N nor on the other leaves (`weft.ops.products.leaves`). 0: the sum may have
+            any order. The bias is added to the first leaf.
 
     Returns:
         `[T, N]` of x's dtype, or float32 parts of it `[S, T, N]` (`weft.ops.products.parts`). S is
         the number of leaves, or follows from the shapes, the dtype and the device.
 
     Raises:
-        DescriptorError: K is no multiple of the leaves.
+        DescriptorError: K is not a multiple of the number of leaves.
     """
     if not leaves:
         return multiply(x, weight, bias, batch_invariant)
@@ -85,12 +86,13 @@ def linear(
 def swiglu(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, batch_invariant: bool = False
 ) -> Tensor:
-    """`silu(x @ gate.T) * (x @ up.T)` (Shazeer, arXiv 2002.05202): `silu_mul` of `linear`. A kernel
-    that does both may add up in another order than these two.
+    """`silu(x @ gate.T) * (x @ up.T)` (Shazeer, arXiv 2002.05202): `silu_mul` of `linear`.
+
+    A kernel that does both may sum in another order than the two operators.
 
     Args:
         x: `[T, K]`.
-        weight: `[2 * I, K]`, of x's dtype: the rows of the gate, and those of up.
+        weight: `[2 * I, K]`, of x's dtype: the rows of the gate, then the rows of up.
         bias: `[2 * I]`.
 
     Returns:
@@ -103,7 +105,7 @@ def swiglu(
 
 
 def _multiply_leaves(x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int) -> Tensor:
-    """The leaves `[leaves, T, N]` of a product, in float32, batch invariant in any case."""
+    """The leaves `[leaves, T, N]` of a product in float32, which are always batch invariant."""
     share = leaf_columns(x.shape[1], leaves)
     pairs = zip(x.split(share, 1), weight.split(share, 1), strict=True)
     products = torch.stack(
@@ -118,15 +120,18 @@ def _multiply_leaves(x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool) -> Tensor:
-    """`x @ weight.T + bias` in torch's own product. Batch invariant, it is made 16 tokens at a
-    time, in new memory, so that neither the number of tokens nor their alignment chooses its order
-    of sums; and in float32 256 columns at a time, since longer sums are cut on some CPUs as the
-    number of rows and of threads has it."""
+    """`x @ weight.T + bias` by torch's own product.
+
+    If batch invariant, it multiplies 16 tokens at a time, in new memory, so that neither the number
+    of tokens nor their alignment affects the order of sums. In float32 it also multiplies 256
+    columns at a time: some CPUs cut longer sums depending on the numbers of rows and threads.
+    """
     if not batch_invariant:
         return F.linear(x, weight, bias)
     rows = len(weight)
     missing = -len(x) % _BLOCK_TOKENS
-    if rows < _BLOCK_TOKENS:  # a product with one row would be that of a matrix and a vector
+    # With one row torch would call its matrix-vector product, which sums in another order.
+    if rows < _BLOCK_TOKENS:
         weight = F.pad(weight, (0, 0, 0, _BLOCK_TOKENS - rows))
         if bias is None:
             bias = None
@@ -162,22 +167,23 @@ def fp8_linear(
     dtype: torch.dtype,
     leaves: int = 0,
 ) -> Tensor:
-    """`x @ weight.T + bias`, both in FP8; products in float32, each block of 128 columns scaled
-    before it is added.
+    """`x @ weight.T + bias` in FP8, with products in float32, where each block of 128 columns is
+    scaled before it is added.
 
     Args:
-        x: `[T, K]`; plain values are quantised, as by `weft.ops.products.fp8.quantize`.
+        x: `[T, K]`; plain values are quantised as by `weft.ops.products.fp8.quantize`.
         weight: `[N, K]` float8_e4m3fn.
         scale: `[ceil(N / 128), ceil(K / 128)]` float32.
         bias: `[N]`.
-        dtype: of the result.
-        leaves: as of `linear`, each of a multiple of 128 columns.
+        dtype: the dtype of the result.
+        leaves: as in `linear`; each leaf has a multiple of 128 columns.
 
     Returns:
-        `[T, N]` of `dtype`, or float32 parts of it `[S, T, N]`, as by `linear`.
+        `[T, N]` of `dtype`, or float32 parts of it `[S, T, N]`, as in `linear`.
 
     Raises:
-        DescriptorError: shapes or dtypes contradict each other, or K has no such leaves.
+        DescriptorError: shapes or dtypes contradict each other, or K cannot be cut into these
+            leaves.
     """
     values, scales = (x.values, x.scales) if isinstance(x, Quantized) else (x, None)
     columns = values.shape[1]
@@ -217,7 +223,7 @@ def _fp8_linear(
     leaves: int = 0,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """The operator of `fp8_linear`; without scales, `values` are plain and still to be quantised."""
+    """The operator of `fp8_linear`; without scales, it quantises the plain `values` first."""
     if scales is None:
         x = Quantized(*reference_quantize(values))
     else:

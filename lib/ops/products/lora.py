@@ -73,8 +73,8 @@ def functional_add_lora(
     starts: Sequence[int],
     leaves: int = 0,
 ) -> Tensor:
-    """`add_lora` without a read on the host: every slot multiplies all tokens, and only its own
-    keep the result."""
+    """`add_lora` without a read on the host: every slot multiplies all tokens, and only the slot's
+    own tokens keep the result."""
     if leaves:
         leaf_operands = zip(y, x.chunk(leaves, 1), a.chunk(leaves, 3), strict=True)
         shared_operands = b, slots, active, starts
@@ -125,28 +125,31 @@ def add_lora(
     leaves: int = 0,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """`y[t] + b[s] @ (a[s] @ x[t])`, where s is `slots[t]`; `y[t]` where s is not an active slot.
+    """`y[t] + b[s] @ (a[s] @ x[t])`, where s is `slots[t]`; `y[t]` alone if s is not an active slot.
 
-    A slot holds P pairs of matrices, one for each linear layer of a fused product: those of `a` one
-    after another, those of `b` one below another. The result of `a` is rounded to x's dtype;
-    products are added up in float32, and the sum is rounded once.
+    A slot holds P pairs of matrices, one pair for each linear layer of a fused product. The
+    matrices of `a` are stacked in a dimension of their own; the rows of those of `b` are
+    concatenated. The result of `a` is rounded to x's dtype; products are summed in float32, and the
+    sum is rounded once.
 
     Args:
         y: `[T, N]` of x's dtype, or float32 parts of it `[S, T, N]` (`weft.ops.products.parts`).
         x: `[T, K]`.
         a: `[L, P, R, K]`, of x's dtype.
         b: `[L, N, R]`, of x's dtype.
-        slots: `[T]` int32; -1: none.
+        slots: `[T]` int32, the slot of each token; -1: none.
         active: `[n]` int32, the slots that occur in `slots`, each once, and -1.
         starts: P + 1 columns of y: the first column of each pair, and N.
-        leaves: into which K is cut evenly, when y is the leaves of a product of x
-            (`weft.ops.products.leaves`); each gets what its own columns give. 0: K is not cut.
+        leaves: the number of equal leaves into which K is cut, if y is the leaves of a product of x
+            (`weft.ops.products.leaves`); each leaf gets the contribution of its own columns. 0: K
+            is not cut.
 
     Returns:
         `[T, N]` of x's dtype, or the leaves `[leaves, T, N]` float32.
 
     Raises:
-        DescriptorError: shapes or dtypes contradict each other, or K has no such leaves.
+        DescriptorError: shapes or dtypes contradict each other, or K cannot be cut into these
+            leaves.
     """
     if leaves:
         leaf_operands = zip(y, x.chunk(leaves, 1), a.chunk(leaves, 3), strict=True)
@@ -169,7 +172,6 @@ def _add(
     starts: Sequence[int],
     batch_invariant: bool,
 ) -> Tensor:
-    """The sum, in float32."""
     total = y.to(torch.float32, copy=True)
     for slot in active[active >= 0].tolist():
         mine = (slots == slot).nonzero()[:, 0]

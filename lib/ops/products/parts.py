@@ -1,11 +1,11 @@
-"""Parts: a result whose sum the next kernel forms, so that no launch is spent on addition alone.
+"""Parts: a result whose sum the next kernel computes, so that no launch is spent on addition alone.
 
-A product that was split, over its columns or over experts, is `[S, T, N]`: S parts, to be added in
-float32, first to last, and rounded once to the model's dtype. Every operator here that takes such a
-result also takes the sum, `[T, N]`.
+A product that is split, over its columns or over experts, is `[S, T, N]`: S parts, to be added in
+float32, first to last, and rounded once to the model's dtype. Every operator that takes such a
+result also takes the finished sum, `[T, N]`.
 
-Leaves are parts that are added up as a balanced tree instead (`weft.ops.products.leaves`), so that
-ranks may have some of them each.
+Leaves are parts that are added as a balanced tree instead (`weft.ops.products.leaves`), so that
+each rank may have some of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def sum_parts(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum `[T, N]` of `dtype`, from parts `[S, T, N]` or from the sum.
+    """The sum `[T, N]` in `dtype` of parts `[S, T, N]`; a finished sum `[T, N]` is only converted.
 
     >>> sum_parts(torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]]), torch.float32)
     tensor([[4., 6.]])
@@ -29,24 +29,26 @@ def sum_parts(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def widened(x: Tensor) -> Tensor:
-    """x in float32, in which the operators compute; float64, in which derivatives are checked,
-    stays."""
+    """`x` in float32, in which the operators compute, or unchanged if it is float64, in which tests
+    check derivatives."""
     if x.dtype == torch.float64:
         return x
     return x.float()
 
 
 def balanced(add: Callable[[Tensor, Tensor], Tensor], xs: Sequence[Tensor]) -> Tensor:
-    """The tensors added up, by a function of two, as a balanced tree: `(x0 + x1) + (x2 + x3)`. So
-    those whose number is a power of two may be added up on several ranks, as many on each, and then
-    the ranks' sums."""
+    """Combine the tensors with `add` as a balanced tree: `(x0 + x1) + (x2 + x3)`.
+
+    If their number is a power of two, several ranks may each add an equal share of them, and then
+    add the ranks' sums in the same way.
+    """
     while len(xs) > 1:
         xs = [add(*xs[i : i + 2]) if i + 1 < len(xs) else xs[i] for i in range(0, len(xs), 2)]
     return xs[0]
 
 
 def num_parts(x: Tensor) -> int:
-    """S, or 0 if the sum was formed already."""
+    """The number of parts S, or 0 for a finished sum."""
     if x.dim() == 3:
         return x.shape[0]
     return 0

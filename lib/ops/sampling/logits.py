@@ -1,11 +1,11 @@
-"""The rules on logits that requests ask for, as pure functions: each row of [num_reqs, vocab_size]
-has its own.
+"""The rules that requests apply to their logits, as pure functions of [num_reqs, vocab_size], with
+parameters for each row.
 
 `process` applies them in the order of vLLM's sampler (docs.vllm.ai,
 `vllm.v1.sample.sampler.Sampler`): allowed tokens, the stop tokens of a request that is still too
 short, bias, penalties (repetition, frequency, presence), temperature, min_p, top_k, top_p.
-transformers' `generate` has the same order except that min_p is last, so that its top_p counts the
-tokens that min_p drops.
+The `generate` of transformers has the same order except that min_p comes last, so that its top_p
+also counts tokens that min_p then drops.
 """
 
 from collections.abc import Iterable
@@ -14,8 +14,8 @@ import attrs
 import torch
 from torch import Tensor
 
-# The columns of a table's `floats`. The margin is -log(min_p), the largest distance from the best
-# scaled logit.
+# The columns of a table's `floats`. The margin is -log(min_p): the largest distance from the best
+# scaled logit at which a token is kept.
 FLOATS = ("temperature", "top_p", "margin", "repetition", "frequency", "presence")
 TEMPERATURE, TOP_P, MARGIN, REPETITION, FREQUENCY, PRESENCE = map(FLOATS.index, FLOATS)
 
@@ -30,19 +30,19 @@ STOPS = 8
 FILTERS = 16
 """Bits of the features that a request uses. The parameters of other features are not read."""
 
-# The sign bit in a table's `counts`: the prompt holds the token. The other bits count how often it
-# was generated.
+# The sign bit in a table's int16 `counts`: the prompt contains the token. The other bits count how
+# often it was generated.
 IN_PROMPT = -(1 << 15)
 
-# The largest count of a token; a penalty of 0.01 makes it 300.
+# The largest count of a token; even a penalty of 0.01 then subtracts about 300.
 MOST_COUNTED = (1 << 15) - 1
 
 
 @attrs.frozen(eq=False)
 class Rules:
-    """The rows of a table (`weft.sampling_table.SamplingTable`) for some requests, in their order.
+    """The rows of a `weft.sampling_table.SamplingTable` for some requests, in the requests' order.
 
-    An int32 mask holds one bit a token, the lowest bit first.
+    An int32 mask holds one bit per token, the lowest bit first.
     """
 
     floats: Tensor
@@ -75,7 +75,7 @@ def pack_bits(token_ids: Iterable[int], vocab_size: int) -> Tensor:
 
 
 def unpack_bits(mask: Tensor, vocab_size: int) -> Tensor:
-    """[num_reqs, vocab_size] bool of a mask [num_reqs, ceil(vocab_size / 32)] int32."""
+    """Unpack a mask [num_reqs, ceil(vocab_size / 32)] int32 to [num_reqs, vocab_size] bool."""
     bits = (mask[:, :, None] >> torch.arange(32, dtype=torch.int32, device=mask.device)) & 1
     return bits.flatten(1)[:, :vocab_size] != 0
 
@@ -93,8 +93,8 @@ def add_bias(logits: Tensor, token_ids: Tensor, bias: Tensor) -> Tensor:
 
 
 def penalise_repetition(logits: Tensor, occurred: Tensor, penalty: Tensor) -> Tensor:
-    """Divide the positive logits of tokens in the prompt or the completion, and multiply the
-    negative ones.
+    """Divide positive logits by the penalty and multiply negative ones by it, for tokens in the
+    prompt or the completion.
 
     Source: Keskar et al., "CTRL", 2019, arXiv 1909.05858, in the form of transformers.
     """
@@ -103,25 +103,26 @@ def penalise_repetition(logits: Tensor, occurred: Tensor, penalty: Tensor) -> Te
 
 
 def penalise_frequency(logits: Tensor, generated: Tensor, penalty: Tensor) -> Tensor:
-    """Subtract the penalty once for each time that a token was generated [num_reqs, vocab_size], as
-    in OpenAI's API."""
+    """Subtract the penalty times the number of times that a token was generated [num_reqs,
+    vocab_size], as in OpenAI's API."""
     return logits - penalty[:, None] * generated
 
 
 def penalise_presence(logits: Tensor, generated: Tensor, penalty: Tensor) -> Tensor:
-    """Subtract the penalty from every token that was generated, as in OpenAI's API."""
+    """Subtract the penalty once from every token that was generated, as in OpenAI's API."""
     return logits - torch.where(generated > 0, penalty[:, None], 0.0)
 
 
 def scale(logits: Tensor, temperature: Tensor) -> Tensor:
-    """(logits - the largest logit) / temperature; the logits themselves where the temperature is 0,
-    which is greedy.
+    """(logits - the largest logit) / temperature, or the unchanged logits if the temperature is 0
+    (greedy).
 
-    The differences overflow to -inf at the smallest temperatures, and never to a tie.
+    At the smallest temperatures the differences overflow to -inf, and so never tie with the
+    largest, which stays 0.
     """
     greedy = (temperature <= 0)[:, None]
     top = logits.amax(-1, keepdim=True)
-    top = torch.where(top == -torch.inf, 0.0, top)  # all is barred: avoid -inf - -inf
+    top = torch.where(top == -torch.inf, 0.0, top)  # all tokens are barred: avoid -inf - -inf
     return torch.where(
         greedy, logits, (logits - top) / torch.where(greedy, 1.0, temperature[:, None])
     )
@@ -134,17 +135,18 @@ def keep_min_p(scaled: Tensor, margin: Tensor) -> Tensor:
 
 
 def keep_top_k(scaled: Tensor, top_k: Tensor) -> Tensor:
-    """Bar all but the k largest logits and those that tie with the last of them; 0 keeps all (Fan
-    et al., 2018, arXiv 1805.04833)."""
+    """Bar all but the k largest logits and those that tie with the k-th; a k of 0 keeps all (Fan et
+    al., 2018, arXiv 1805.04833)."""
     last = torch.where(top_k <= 0, scaled.shape[1], top_k).clamp(max=scaled.shape[1]) - 1
     least = scaled.sort(-1, descending=True).values.gather(1, last[:, None])
     return bar(scaled, scaled < least)
 
 
 def keep_top_p(scaled: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the smallest set of the likeliest tokens whose probability reaches top_p, and those that
-    tie with its last (Holtzman et al., 2019, arXiv 1904.09751)."""
+    """Keep the smallest set of the likeliest tokens whose total probability reaches top_p, and
+    tokens that tie with its last (Holtzman et al., 2019, arXiv 1904.09751)."""
     ordered = scaled.sort(-1, descending=True).values
+    # Summed in float64, since the rounding of a float32 sum over a vocabulary could move the cut.
     mass = (ordered - ordered[:, :1]).exp().double().cumsum(-1)
     last = (
         (mass < top_p.double()[:, None] * mass[:, -1:])
@@ -157,7 +159,8 @@ def keep_top_p(scaled: Tensor, top_p: Tensor) -> Tensor:
 def adjust(
     logits: Tensor, rules: Rules, positions: Tensor, token_mask: Tensor | None = None
 ) -> Tensor:
-    """The rules of `process` before temperature, which can change the most likely token."""
+    """Apply the rules of `process` that precede temperature, which can change the most likely
+    token."""
     vocab = logits.shape[1]
     if token_mask is not None:
         logits = bar(logits, ~unpack_bits(token_mask, vocab))
@@ -175,15 +178,15 @@ def adjust(
 def process(
     logits: Tensor, rules: Rules, positions: Tensor, token_mask: Tensor | None = None
 ) -> Tensor:
-    """Apply all rules. The softmax of the result is the distribution of tokens, its arg max the
-    greedy token.
+    """Apply all rules: the softmax of the result is the distribution of tokens, and its arg max is
+    the greedy token.
 
     Args:
-        logits: [num_reqs, vocab_size], computed with in float32.
-        rules: of these requests.
-        positions: [num_reqs] int64, of the last token that the model has read.
-        token_mask: [num_reqs, ceil(vocab_size / 32)] int32, a bit for each token that a grammar
-            allows; None: all.
+        logits: [num_reqs, vocab_size], converted to float32.
+        rules: the rules of these requests.
+        positions: [num_reqs] int64, the position of the last token that the model has read.
+        token_mask: [num_reqs, ceil(vocab_size / 32)] int32, with a bit for each token that a
+            grammar allows; None: all are allowed.
 
     Returns:
         [num_reqs, vocab_size] float32, -inf for tokens that cannot be drawn.

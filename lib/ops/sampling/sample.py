@@ -1,7 +1,7 @@
-"""The draw of a token: `weft::sample`, `weft::sample_rows` by a table of parameters, and
+"""The draw of a token: `weft::sample`, `weft::sample_rows` with a table of parameters, and
 `weft::count_tokens`.
 
-A request's seed and position fix its random numbers, in any batch, order or split.
+A request's seed and position determine its random numbers, in any batch, order or split.
 """
 
 from collections.abc import Callable
@@ -31,12 +31,12 @@ from weft.sampling_table import SamplingTable
 def _choose(
     logits: Tensor, scaled: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The arg max of `scaled`, with noise unless the temperature is 0, and its logprob by `logits`;
-    -inf where all of `scaled` is."""
+    """The arg max of `scaled`, with noise unless the temperature is 0, and its logprob under
+    `logits`; the logprob is -inf if all of `scaled` is."""
     noise = -torch.log(exponential(random_bits(seeds, positions, logits.shape[-1])))
     token_ids = torch.where((temperature <= 0)[:, None], scaled, scaled + noise).argmax(-1)
     logprobs = token_logprobs.reference(logits, token_ids[:, None])[:, 0]
-    # A subtraction, so that NaN stays NaN.
+    # Subtract infinity rather than write -inf, so that NaN stays NaN.
     return token_ids, logprobs - torch.where(scaled.amax(-1) == -torch.inf, torch.inf, 0.0)
 
 
@@ -51,8 +51,8 @@ def sample(
     positions: Tensor,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token a request: the arg max where the temperature is 0, else from softmax(logits /
-    temperature).
+    """Draw one token per request: the arg max if the temperature is 0, otherwise from softmax(logits
+    / temperature).
 
     With independent exponentials E_i, the index that maximises l_i / t - log(E_i) is distributed as
     softmax(l / t): the Gumbel-max trick (Gumbel 1954; Maddison, Tarlow and Minka, 2014, arXiv
@@ -66,8 +66,8 @@ def sample(
         seeds, positions: [num_reqs] int64; equal pairs draw equal noise.
 
     Returns:
-        Token ids [num_reqs] int64, and [num_reqs] float32 logprobs of them under softmax(logits),
-        temperature 1. Where no token can be drawn the logprob is -inf, and the id is some token's.
+        Token ids [num_reqs] int64, and their logprobs [num_reqs] float32 under softmax(logits), that
+        is at temperature 1. If no token can be drawn, the logprob is -inf and the id is arbitrary.
     """
     return _choose(
         logits, scale(logits.detach().float(), temperature), temperature, seeds, positions
@@ -79,23 +79,23 @@ def sample(
     fake=lambda token_ids: torch.empty_like(token_ids, dtype=torch.float32),
 )
 def token_logprobs(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """The logprobs of some tokens under softmax(logits), as `sample` gives the logprob of the token
-    that it draws.
+    """The logprobs of some tokens under softmax(logits), like those that `sample` returns for the
+    tokens that it draws.
 
     In `weft.batch_invariant()` the two are equal, bit for bit.
 
     Args:
-        logits: [n, vocab_size] floating point, computed with in float32.
+        logits: [n, vocab_size] floating point, converted to float32.
         token_ids: [n, count] int64.
 
     Returns:
-        [n, count] float32; -inf where the token's logit is, or all are.
+        [n, count] float32; -inf if the token's logit is -inf, or if all logits are.
 
     >>> token_logprobs(torch.zeros(1, 4), torch.tensor([[0, 3]]))
     tensor([[-1.3863, -1.3863]])
     """
     logprobs = widened(logits).log_softmax(-1).gather(-1, token_ids)
-    # A softmax of -inf alone is NaN, although no logit is.
+    # If all logits are -inf their softmax is NaN, although no logit is.
     return logprobs.masked_fill((logits.detach().amax(-1) == -torch.inf)[:, None], -torch.inf)
 
 
@@ -106,27 +106,26 @@ def sample_rows(
     positions: Tensor,
     token_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token a request, by its row of the table: from the softmax of
-    `weft.ops.sampling.logits.process`.
+    """Draw one token per request, from the softmax of `weft.ops.sampling.logits.process` with the
+    parameters in the request's row of the table.
 
-    A request depends only on its own row, logits, mask and position. On CUDA a request that uses no
-    feature costs what it costs in `sample`, and one launch.
+    The result for a request depends only on its own row, logits, mask and position. On CUDA a
+    request that uses no feature costs one launch more than in `sample`.
 
     Args:
-        logits: [num_reqs, vocab_size] floating point, computed with in float32; unchanged.
-        table: of the stage that samples.
-        rows: [num_reqs] int64; -1 for padding, which draws some token.
-        positions: [num_reqs] int64, of the last token that the model has read.
-        token_mask: [num_reqs, ceil(vocab_size / 32)] int32, a bit for each token that a grammar
-            allows; None: all.
+        logits: [num_reqs, vocab_size] floating point, converted to float32; not modified.
+        table: the table of the stage that samples.
+        rows: [num_reqs] int64; -1 for padding, which draws an arbitrary token.
+        positions: [num_reqs] int64, the position of the last token that the model has read.
+        token_mask: [num_reqs, ceil(vocab_size / 32)] int32, with a bit for each token that a
+            grammar allows; None: all are allowed.
 
     Returns:
         Token ids and logprobs, as `sample` returns them. The logprobs are the model's, before the
-        rules changed the logits; -inf where the table, the mask and the model together leave no
-        token.
+        rules change the logits; -inf if the table, the mask and the model together leave no token.
 
     Raises:
-        RequestError: the table or the mask is of another vocabulary.
+        RequestError: the table or the mask has another vocabulary size.
     """
     vocab = logits.shape[1]
     shape = logits.shape[0], -(-vocab // 32)
@@ -156,7 +155,7 @@ def sample_rows(
 def functional_sample_rows(
     logits: Tensor, rows: Tensor, positions: Tensor, *tensors: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`sample_rows` without a read on the host: all requests are processed."""
+    """`sample_rows` without a read on the host, so that all requests are processed."""
     table = SamplingTable(*tensors[:-1])
     token_mask = tensors[-1]
     temperature = table.floats[rows, TEMPERATURE]
@@ -222,8 +221,8 @@ def count_tokens(
     """Count a token for each request where `kept` [num_reqs] bool is true and the request has
     penalties.
 
-    The table is written in place; inside a transform of torch.func the result is a new one. Rows
-    are distinct, except for padding, whose tokens are not kept.
+    The table is written in place; inside a transform of torch.func the result is a new table. Rows
+    are distinct, except for padding, whose tokens are not counted.
     """
     if not table.vocab_size:
         return table
@@ -237,7 +236,7 @@ def count_tokens(
 def functional_count_tokens(
     counts: Tensor, ints: Tensor, rows: Tensor, token_ids: Tensor, kept: Tensor
 ) -> tuple[None, Tensor]:
-    """`_count_tokens` with counts of its own, which it returns."""
+    """`_count_tokens` with new counts, which it returns."""
     return None, counts.index_put((rows, token_ids), _counted(counts, ints, rows, token_ids, kept))
 
 

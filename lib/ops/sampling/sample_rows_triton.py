@@ -1,17 +1,17 @@
 """The CUDA implementation of `weft::sample_rows` and `weft::count_tokens`, in Triton.
 
-1. `_process_kernel`, one program a request, ends at once if the request uses no feature. If the
+1. `_process_kernel`, one program per request, ends at once if the request uses no feature. If the
    request adjusts its logits (penalties, bias, masks), the program writes the adjusted logits. If
-   it filters (top_k, top_p, min_p), the program searches the distance from the largest logit,
+   it filters (top_k, top_p, min_p), the program searches for the distance from the largest logit,
    before temperature, up to which tokens are kept. Instead of sorting, it repeatedly cuts the
-   interval of float32 bit patterns that holds the distance into eight, until a single value is
+   interval of float32 bit patterns that contains the distance into eight, until a single value is
    left. So the distance is exact, and equal logits are kept or dropped together.
-2. The kernels of `weft::sample` read both.
+2. The kernels of `weft::sample` read the adjusted logits and the distances.
 
-A program owns a whole request, so that its sums do not depend on the batch. Penalties divide as
-torch does, and no product is fused with a sum: adjusted logits equal the reference's to the bit.
-Import this module only where triton is installed. If TRITON_INTERPRET=1 was set before, it runs on
-CPU tensors, for tests.
+A program handles a whole request, so that its sums do not depend on the batch. Penalties divide as
+torch does, and no product is fused with a sum, so adjusted logits equal the reference's bit for
+bit. Import this module only where triton is installed. If TRITON_INTERPRET=1 was set before, it
+runs on CPU tensors, for tests.
 """
 
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.
@@ -31,7 +31,7 @@ from weft.ops.tiles.tile import cdiv, power_of_two
 from weft.sampling_table import SamplingTable
 
 _COLUMNS = 2048
-# The bits of infinity. Distances are not negative, so their bits have the same order as they.
+# The bits of infinity. Distances are not negative, so their bits, as integers, have the same order.
 _INFINITE = tl.constexpr(0x7F800000)
 
 _TEMPERATURE, _TOP_P, _MARGIN = (
@@ -74,8 +74,8 @@ def _adjust(
     words,
     HAS_MASK: tl.constexpr,
 ):
-    """`weft.ops.sampling.logits.adjust` for some columns; `used` has STOPS only while the request
-    is too short."""
+    """`weft.ops.sampling.logits.adjust` for some columns; `used` contains STOPS only while the
+    request is too short."""
     nothing = float("-inf")
     if HAS_MASK:
         x = tl.where(_has_bit(token_mask, request, columns, inside, words), x, nothing)
@@ -96,8 +96,8 @@ def _adjust(
 
 @triton.jit
 def _values(logits, adjusted, columns, inside, kind):
-    """The logits of some columns, adjusted or plain. A branch would keep the loads from
-    overlapping."""
+    """The logits of some columns, adjusted or plain. Both loads are masked, since a branch would
+    keep them from overlapping."""
     nothing = float("-inf")
     kinds = kind + tl.zeros_like(columns)
     adjusted_logits = tl.load(adjusted + columns, mask=inside & (kinds == ADJUSTED), other=nothing)
@@ -120,10 +120,10 @@ def _search(
 ):
     """The bits of the smallest distance within which there are `aim` tokens.
 
-    With BY_MASS, the tokens within it have the share `aim` of the probability of those within
-    `limit`. The distance lies between `low`, which falls short, and `high`, which does not. The
-    first cuts are an eighth of the temperature, a quarter, and so on up to eight times it; later
-    cuts are even.
+    With BY_MASS, it is the smallest distance within which tokens have the share `aim` of the
+    probability of all tokens within `limit`. The distance lies between `low`, which falls short,
+    and `high`, which does not. The first cuts are an eighth of the temperature, a quarter, and so
+    on, doubling; later cuts are evenly spaced.
     """
     steps = tl.arange(0, 8) + 1
     doubled = (tl.exp2(steps.to(tl.float32) - 4) / scale).to(tl.int32, bitcast=True)
@@ -132,7 +132,7 @@ def _search(
     high = limit + tl.zeros([], tl.int32)
     goal = aim
     if BY_MASS:
-        # Known after the first pass, which finds the whole mass
+        # The goal is known after the first pass, which sums the whole mass.
         goal = tl.full((), 0.0, tl.float32)
     while high - low > 1:
         step = tl.maximum((high - low) >> 3, 1)
@@ -142,7 +142,7 @@ def _search(
         nearest = tl.full([1, COLUMNS], _INFINITE, tl.int32)
         farthest = tl.full([1, COLUMNS], -1, tl.int32)
         for start in tl.range(0, vocab, COLUMNS, loop_unroll_factor=4):
-            # The shape of the sums, which avoids another layout
+            # In the shape of the sums, which avoids a conversion between layouts
             columns = start + tl.arange(0, COLUMNS)[None, :]
             inside = columns < vocab
             away = peak - _values(logits, adjusted, columns, inside, kind)
@@ -160,6 +160,7 @@ def _search(
             goal = tl.where(is_first != 0, aim * total, goal)
         is_first = tl.full((), 0, tl.int32)
         enough = reached >= goal
+        # Narrow the interval to distances that occur, so that the search ends after few passes.
         first = tl.min(nearest)
         last = tl.max(farthest)
         low = tl.maximum(tl.max(tl.where(enough, low, cuts), 0), first - 1)
@@ -239,7 +240,7 @@ def _process_kernel(
                 HAS_MASK,
             )
             tl.store(adjusted + columns, x, mask=inside)
-        tl.debug_barrier()  # other threads write these places below, and then read them
+        tl.debug_barrier()  # below, other threads write these places and then read them
         if used & _BIAS:
             place = tl.arange(0, BIASED)
             columns = tl.load(bias_ids + row * biased + place, mask=place < biased, other=-1)
@@ -310,7 +311,7 @@ def process_rows(
     """Each request's temperature [num_reqs] float32, its seed [num_reqs] int64, and its processed
     logits for `draw`.
 
-    Rows of `logits` are dense.
+    The rows of `logits` must be dense.
     """
     num_reqs, vocab = logits.shape
     device = logits.device
@@ -348,6 +349,7 @@ def process_rows(
         COLUMNS=_COLUMNS,
         BIASED=power_of_two(max(biased, 1)),
         num_warps=16,
+        # A fused multiply-add would round once where the reference rounds twice.
         enable_fp_fusion=False,
         **early(logits),
     )

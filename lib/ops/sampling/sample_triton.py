@@ -1,18 +1,19 @@
 """The CUDA implementation of `weft::sample` and `weft::token_logprobs`, in Triton.
 
-Each is two kernels, whose launches depend on shapes alone.
+Each operator is two kernels, whose launches depend on shapes alone.
 
-1. `_part_kernel`, one program for a share of one request's vocabulary: a running maximum, the sum
-   of exponentials relative to it (Milakov and Gimelshein, 2018, arXiv 1805.02867), and the best
-   noisy score, relative to the same maximum. Each lane keeps its own, and they are combined once,
-   at the end.
-2. `_combine_kernel`, one program a request: the best of its shares, and the logprob of that token;
-   -inf if no share has a score, since then no logit was chosen. `_score_kernel` does the same for
-   given tokens.
+1. `_part_kernel`, one program for a share of one request's vocabulary, computes a running maximum,
+   the sum of exponentials relative to it (Milakov and Gimelshein, 2018, arXiv 1805.02867), and the
+   best noisy score relative to the same maximum. Each lane keeps its own values, and they are
+   combined once, at the end.
+2. `_combine_kernel`, one program per request, takes the best of its shares and computes the logprob
+   of that token: -inf if no share has a score, since then no logit was chosen. `_score_kernel`
+   computes the logprobs of given tokens.
 
-The random bits equal the reference's. Scores differ from it in the last places of float32, so that
-another token can win only if the two best scores are within about 1e-4. Import this module only
-where triton is installed. If TRITON_INTERPRET=1 was set before, it runs on CPU tensors, for tests.
+The random bits equal the reference's. Scores differ from the reference's in the last places of
+float32, so another token can win only if the two best scores are within about 1e-4. Import this
+module only where triton is installed. If TRITON_INTERPRET=1 was set before, it runs on CPU tensors,
+for tests.
 """
 
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.
@@ -29,12 +30,12 @@ from weft.ops.sampling.splitmix import GOLDEN, MIX_1, MIX_2
 from weft.ops.tiles.tile import cdiv, power_of_two
 
 _BLOCK = 1024
-# The number of programs that a launch aims at.
+# The number of programs that a launch aims for.
 _PROGRAMS = 1024
-# The shares of a row, batch invariant.
+# The shares of a row if batch invariant, whatever the number of rows.
 _FIXED_SPLITS = 16
 
-# Kinds of requests; 0 is a plain one.
+# Kinds of requests; kind 0 is a plain request.
 FILTERED, ADJUSTED = tl.constexpr(1), tl.constexpr(2)
 
 _GOLDEN, _MIX_1, _MIX_2 = (tl.constexpr(x % 2**64) for x in (GOLDEN, MIX_1, MIX_2))
@@ -54,8 +55,8 @@ def _unsigned(x):
 
 @triton.jit
 def _gumbel(stream, columns):
-    """The noise of the reference: -log(E), E = -log(1 - u), by its series if u is small; such
-    variates win."""
+    """The noise of the reference: -log(E) with E = -log(1 - u), for which a small u uses the series:
+    small variates win, so they need the precision."""
     bits = _mix(stream + (columns + 1).to(tl.uint64) * _GOLDEN)
     high = (bits >> 32).to(tl.uint32)
     low = bits.to(tl.uint32) >> 11
@@ -65,7 +66,7 @@ def _gumbel(stream, columns):
     )
     u = tl.minimum(u, 1 - 5.9604644775390625e-08)
     series = u * (1 + u * (0.5 + u * (1.0 / 3 + u * 0.25)))
-    # The hardware has logarithms to base 2.
+    # The hardware computes logarithms to base 2.
     return -0.6931471805599453 * tl.log2(
         tl.where(u < 0.015625, series, -0.6931471805599453 * tl.log2(1 - u))
     )
@@ -139,6 +140,7 @@ def _part_kernel(
                 logit = tl.load(
                     adjusted + row.to(tl.int64) * vocab + columns, mask=inside, other=float("-inf")
                 )
+            # The peak is the row's known maximum, so these scores need no rescaling.
             scores = tl.where(peak - logit <= bound, (logit - peak) * scale, nothing)
             fall = tl.zeros([BLOCK], tl.float32)
         if not greedy:
@@ -203,7 +205,8 @@ def _combine_kernel(
 
 
 def plan_splits(num_reqs: int, vocab: int, batch_invariant: bool = False) -> tuple[int, int]:
-    """The number of shares of a row, a power of two, and the columns of each, in whole blocks."""
+    """The number of shares of a row, a power of two, and the columns of each, a multiple of a
+    block."""
     blocks = cdiv(vocab, _BLOCK)
     target_splits = (
         _FIXED_SPLITS if batch_invariant else power_of_two(max(1, _PROGRAMS // max(num_reqs, 1)))
@@ -214,11 +217,11 @@ def plan_splits(num_reqs: int, vocab: int, batch_invariant: bool = False) -> tup
 
 @attrs.frozen(eq=False)
 class Processed:
-    """The results of `weft.ops.sampling.sample_rows_triton` for `draw`, for each request.
+    """The results of `weft.ops.sampling.sample_rows_triton` that `draw` reads, for each request.
 
     Args:
-        kinds: [num_reqs] int32. 0: drawn from softmax(logits / temperature); FILTERED: the same
-            within a bound; ADJUSTED: from `adjusted` in place of the logits, within a bound.
+        kinds: [num_reqs] int32. 0: draw from softmax(logits / temperature); FILTERED: the same
+            within a bound; ADJUSTED: from `adjusted` instead of the logits, within a bound.
         adjusted: [num_reqs, vocab_size] float32, written only for requests of kind ADJUSTED.
         peaks: [num_reqs] float32, the largest logit; 0 for a greedy request.
         bounds: [num_reqs] float32, the distance from the peak, before temperature, up to which
@@ -251,7 +254,7 @@ def draw(
         4, rows, splits, dtype=torch.float32, device=logits.device
     )
     indices = torch.empty(rows, splits, dtype=torch.int32, device=logits.device)
-    # Placeholders, which the kernel does not read
+    # Without processed logits, any tensors stand for the buffers that the kernel does not read.
     buffers = processed or Processed(indices, best, best, best)
     is_processed = processed is not None
     _part_kernel[(rows, splits)](
@@ -307,7 +310,7 @@ def _score_kernel(
     SPLITS: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """The logprobs of a row's tokens, by the maxima and sums of its shares."""
+    """The logprobs of a row's tokens, from the maxima and sums of its shares."""
     begin()
     row = tl.program_id(0)
     splits = row * SPLITS + tl.arange(0, SPLITS)
@@ -325,7 +328,7 @@ def _score_kernel(
 
 
 def score(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """`weft::token_logprobs`, in the shares of a batch-invariant draw."""
+    """`weft::token_logprobs`, with the shares of a batch-invariant draw."""
     (rows, vocab), count = logits.shape, token_ids.shape[1]
     logprobs = torch.empty_like(token_ids, dtype=torch.float32)
     if rows == 0 or count == 0:
@@ -337,6 +340,7 @@ def score(logits: Tensor, token_ids: Tensor) -> Tensor:
         4, rows, splits, dtype=torch.float32, device=logits.device
     )
     indices = torch.empty(rows, splits, dtype=torch.int32, device=logits.device)
+    # Temperature 0 spares `_part_kernel` the noise; only its maxima and sums are read.
     greedy = torch.zeros(rows, dtype=torch.float32, device=logits.device)
     zeros = torch.zeros_like(token_ids[:, 0])
     _part_kernel[(rows, splits)](

@@ -1,9 +1,10 @@
-"""Random numbers as a pure function of a seed, a position and a counter: SplitMix64, in int64
-arithmetic."""
+"""Random numbers as a pure function of a seed, a position and a counter: SplitMix64 in int64
+arithmetic, since torch supports few operations on uint64."""
 
 import torch
 from torch import Tensor
 
+# The constants of SplitMix64, as signed numbers: int64 products wrap to the same bits.
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 MIX_2 = 0x94D049BB133111EB - (1 << 64)
@@ -43,9 +44,9 @@ def random_bits(seeds: Tensor, positions: Tensor, count: int) -> Tensor:
 def exponential(bits: Tensor) -> Tensor:
     """Standard exponential variates, float32, from uniform 64-bit numbers, by inversion.
 
-    Near 0 the uniform has 53 bits, so that small variates, which win, are resolved to one part in
-    2**24. It is the sum of its upper 32 and its lower 21 bits, since a GPU converts 64 bits to a
-    float slowly.
+    Near 0 the uniform number has 53 bits, so that small variates, which win the arg max, are
+    resolved to one part in 2**24. It is converted as its upper 32 and its lower 21 bits, since a
+    GPU is slow to convert 64 bits to a float.
     """
     high = _shift(bits, 32).to(torch.float32)
     low = (_shift(bits, 11) & (1 << 21) - 1).to(torch.float32)
