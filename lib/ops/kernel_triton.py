@@ -1,32 +1,31 @@
-"""Kernels in Triton that are launched again in a few microseconds, compiled several at once, and
-placed early.
+"""Triton kernels with fast repeated launches, parallel compilation, and early placement.
 
-Compilation: Triton compiles a kernel at its first launch with arguments of new kinds, one kernel
+Compilation: Triton compiles a kernel at its first launch with new kinds of arguments, one kernel
 after another: half a second each, for some 70 kernels of a model. LLVM and the assembler release
-the interpreter's lock, so threads compile side by side: 25 seconds of compilation took 6.7 with 8
-threads, on 16 cores beside an H200. Triton also compiles a launcher in C for each list of argument
-types, 0.26 s for each of 16 lists; `compiling` makes these too.
+Python's global interpreter lock, so threads can compile in parallel: 25 seconds of compilation took
+6.7 with 8 threads, on 16 cores beside an H200. Triton also compiles a launcher in C for each list
+of argument types, 0.26 s for each of 16 lists; `compiling` makes these too.
 
 Launches: at each launch Triton inspects every argument for what a compilation may depend on, and
-compares every constant with its earlier value. That was half of the time of an eager step of 537
-launches. `Kernel` remembers what was compiled for arguments of the same kinds. Triton's launch
-hooks are called, and its compilation settings are read when a kind is new.
+compares every constant with its earlier value. That took half of the time of an eager step of 537
+launches. `Kernel` caches the compiled kernel for arguments of the same kinds. It still calls
+Triton's launch hooks, but reads Triton's compilation settings only for new kinds.
 
 Early placement (programmatic dependent launch, sm_90 and later:
 https://docs.nvidia.com/cuda/cuda-programming-guide/04-special-topics/programmatic-dependent-launch.html):
-a kernel's programs are placed while the last kernel's still run, and wait there for its end. A step
-of hundreds of short kernels then does not pay for the start of each one. Every kernel that is
-launched with the options of `early` calls `begin()` in all of its programs, before it reads what a
-kernel may have written, or writes anything: the end of one kernel then implies the end of all
-before it, and nothing is read or written too soon. A kernel that has little left to do calls
-`release()`, and the next kernel's programs are placed; any earlier, they would crowd on the
-multiprocessors that are free first. A captured graph holds this as a kind of edge.
+a kernel's programs are placed on the multiprocessors while the previous kernel still runs, and wait
+there for its end. A step of hundreds of short kernels then does not pay for the start of each one.
+Every kernel that is launched with the options of `early` calls `begin()` in all of its programs,
+before it writes anything or reads what a kernel may have written. So the end of one kernel implies
+the end of all before it, and nothing is read or written too soon. A kernel that has little left to
+do calls `release()`, which lets the next kernel's programs be placed; any earlier, they would crowd
+on the multiprocessors that become free first. A captured graph stores this as a kind of edge.
 
-A kernel for few tokens has few programs. It lets the next one's be placed `at_once`, before it
-waits itself, so that those of several kernels are there, one waiting for the other; and a product
-or a norm whose weights nothing writes (`weft.ops.constants`) asks for them before it waits. So the
-weights of the next products are on their way while this one's sums are formed. Such loads pass by
-the L1 cache, which may hold older bytes. Nothing else is read before `begin()`.
+A kernel for few tokens has few programs. It lets the next kernel's programs be placed `at_once`,
+before it waits itself, so that programs of several kernels are resident, each kernel waiting for
+the one before. A product or a norm whose weights nothing writes (`weft.ops.constants`) loads them
+before it waits, so that the weights of the next product arrive while this one is still summing.
+Such loads bypass the L1 cache, which may hold stale bytes. Nothing else is read before `begin()`.
 
 Import this module only where triton is installed.
 """
@@ -60,10 +59,10 @@ _MOST_THREADS = 16
 _MOST_KNOWN = 4096
 # Seconds until a progress bar shows.
 _BAR_AFTER = 1.0
-# Types of options that are equal only if they are the same: no tensors, and no floats, since 0.0
-# equals -0.0.
+# Types of options whose values are equal only if they are identical. Tensors are not among them,
+# nor floats, since 0.0 equals -0.0.
 _PLAIN = frozenset((bool, int, str, type(None), tl.dtype))
-# The types of nearly all arguments that are no tensors.
+# The types of nearly all arguments that are not tensors.
 _VALUES = _PLAIN | {float}
 
 # Whether kernels run in Triton's interpreter, on the CPU.
@@ -71,7 +70,7 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 class Kernel:
-    """A kernel: `kernel[grid](...)` launches it or, inside `compiling()`, compiles it for such
+    """A kernel: `kernel[grid](...)` launches it or, inside `compiling()`, compiles it for these
     arguments.
 
     Args:
@@ -86,9 +85,9 @@ class Kernel:
         self._constant = ["constexpr" in str(parameter.annotation) for parameter in parameters]
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        if (
-            pending := ASKED.get()
-        ) is not None:  # Triton takes half a millisecond to know one that is being compiled
+        # `pending` remembers what was requested, since Triton takes half a millisecond to recognise
+        # a kernel that is being compiled.
+        if (pending := ASKED.get()) is not None:
             return functools.partial(self._compile, pending, grid)
         return functools.partial(self._launch, grid)
 
@@ -103,6 +102,7 @@ class Kernel:
         if not hasattr(compiled, "run"):  # Triton's interpreter returns None
             return
         rest = self.jit.arg_names[len(args) :]
+        # The cached launch passes constants by value, so they must be fully described by the key.
         if all(name in options and type(options[name]) in _PLAIN for name in rest):
             if len(self._cache) >= _MOST_KNOWN:
                 self._cache.clear()
@@ -117,8 +117,8 @@ class Kernel:
             pending[key] = self.jit.warmup(*args, grid=grid, **options)
 
     def _check_constants(self, args: Sequence[Any]) -> None:
-        """Constants are given by name: `_kinds` does not tell apart all integers that are given by
-        position."""
+        """Raise if a constant is given by position: there `_kinds` does not distinguish all
+        integers."""
         if any(self._constant[: len(args)]):
             raise TypeError(f"a constant of {self.jit} is given by position: give it by name")
 
@@ -132,9 +132,12 @@ def _kinds(args: Iterable[Any], options: dict[str, Any]) -> list[Any]:
 
 
 def _add_kinds(kinds: list[Any], values: Iterable[Any], *, exact: bool) -> None:
-    """Add the kind of each value. Unless exact, that of an integer is what Triton specialises a
-    kernel for: whether it is 1, whether 16 divides it, and its type (32 bits, 64 bits, or 64
-    without a sign). So most numbers of tokens share one."""
+    """Add the kind of each value to `kinds`.
+
+    Unless `exact`, the kind of an integer is what Triton specialises a kernel for: whether it is 1,
+    whether 16 divides it, and its type (32 bits, 64 bits, or 64 bits unsigned). So most numbers of
+    tokens share a kernel.
+    """
     add = kinds.append
     for value in values:
         kind = type(value)
@@ -162,7 +165,7 @@ def _on(device: int | None) -> None:
 
 
 class _Workers(ThreadPoolExecutor):
-    """Threads whose finished work a progress bar counts."""
+    """A thread pool whose finished tasks a progress bar counts."""
 
     def __init__(self, bar: Any) -> None:
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -180,10 +183,10 @@ class _Workers(ThreadPoolExecutor):
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Compile the kernels that this thread would launch inside, in other threads; nothing is
-    launched or written.
+    """Compile, in other threads, the kernels that this thread would launch in the context; nothing
+    is launched or written.
 
-    All are compiled when the outermost such context exits.
+    All of them are compiled when the outermost such context exits.
 
     Raises:
         Whatever Triton's compiler raises, on exit.
@@ -206,20 +209,23 @@ def compiling() -> Iterator[None]:
 
 
 def _make_launcher(compiled: Any) -> None:
-    """Make the launcher of a kernel and load it onto the device: reading the attribute `run` does
-    both."""
+    """Make a kernel's launcher and load the kernel onto the device: reading the attribute `run`
+    does both."""
     getattr(_finished(compiled), "run", None)
 
 
 def _finished(compiled: Any) -> Any:
-    """The compiled kernel; Triton may return a future of it while another thread compiles."""
+    """The compiled kernel; while another thread compiles it, Triton may return a future."""
     return compiled.result() if hasattr(compiled, "future") else compiled
 
 
 @triton.jit
 def begin(at_once=False):
-    """Wait for the end of the last kernel, and see what it wrote. at_once: first let the next
-    kernel's programs be placed. A second call waits for nothing."""
+    """Wait for the end of the previous kernel, so that its writes are visible.
+
+    With `at_once`, let the next kernel's programs be placed before waiting. A second call returns
+    at once.
+    """
     if at_once:
         release()
     if not INTERPRETED and cuda_capability_geq(9, 0):
@@ -228,21 +234,23 @@ def begin(at_once=False):
 
 @triton.jit
 def release():
-    """Let the next kernel's programs be placed once every program of this kernel has called this or
-    ended."""
+    """Let the next kernel's programs be placed, once every program of this kernel has called this
+    or ended."""
     if not INTERPRETED and cuda_capability_geq(9, 0):
         tl.extra.cuda.gdc_launch_dependents()
 
 
 def at_once(tokens: int) -> int:
-    """1 if a kernel for so many tokens lets the next one's programs be placed at once, else 0. It
-    is an argument of the launch (`do_not_specialize`), so a kernel is compiled once for all numbers
-    of tokens."""
+    """1 if a kernel for this many tokens lets the next one's programs be placed at once, else 0.
+
+    It is an argument of the launch (`do_not_specialize`), so that a kernel is compiled once for all
+    numbers of tokens.
+    """
     return int(tokens <= FEW_TOKENS)
 
 
 def early(x: Tensor) -> dict[str, bool]:
-    """The launch options, on x's device, of a kernel that calls `begin`."""
+    """The launch options of a kernel that calls `begin`, on the device of `x`."""
     return _early_on(x.device)
 
 

@@ -1,7 +1,7 @@
 """The CUDA implementation of the operators of `weft.ops.norm` and of `weft::quantize`, in Triton.
 
-One kernel, a program a token, does all of them; each operator leaves out what it does not need.
-Import this module only where triton is installed.
+One kernel with a program per token implements all of them; each operator leaves out what it does
+not need. Import this module only where triton is installed.
 """
 
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.
@@ -47,6 +47,7 @@ def _norm_kernel(
         release()
     if is_early == 0:  # something may write the weight
         begin()
+    # `.cg` bypasses the L1 cache, which may hold stale bytes before `begin`.
     if NORM:
         gain = tl.load(weight + column, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     begin()
@@ -55,6 +56,7 @@ def _norm_kernel(
     row = load_sum(x, offsets, inside, stride, PARTS, TYPE)
     if ADD:
         row += tl.load(residual + offsets, mask=inside, other=0.0).to(tl.float32)
+        # The norm is of the rounded sum, which is the residual of the next layer.
         row = row.to(TYPE).to(tl.float32)
         tl.store(total + offsets, row.to(TYPE), mask=inside)
     if NORM:
@@ -112,7 +114,7 @@ def _run(
     eps: float = 0.0,
     quantized: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Total, normed, values and scales; x replaces those that were not requested."""
+    """Total, normed, values and scales; `x` stands for those that were not requested."""
     x, (tokens, columns) = x.contiguous(), x.shape[-2:]
     like = x if residual is None else residual.contiguous()
     total = x if residual is None else torch.empty_like(like)

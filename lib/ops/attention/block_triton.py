@@ -1,8 +1,8 @@
 """Attention of a block of queries to a share of its request's context, in Triton.
 
-It is softmax attention over one tile of keys at a time, with a running maximum and sum
+Softmax attention proceeds over one tile of keys at a time, with a running maximum and sum
 (FlashAttention-2, Dao 2023, algorithm 1). The heads that share a key head are rows of one matrix,
-so that each key is loaded once for all.
+so that each key is loaded once for all of them.
 
 Import this module only where triton is installed.
 """
@@ -58,10 +58,12 @@ def attend_shares(
     SEGMENT: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):
-    """`attend_kernel` for requests whose queries have ROWS rows or fewer: program `index` attends
-    to one, or, with SPLITS > 1 or PARTS, to a share of one or of several in turn
-    (`weft.ops.attention.shares_triton`); `spans` then has the first program of each request that
-    has a tile, its last, and whether these are its splits."""
+    """`attend_kernel` for requests whose queries have at most ROWS rows.
+
+    Program `index` attends to the context of one request or, with SPLITS > 1 or PARTS, to a share
+    of one or of several in turn (`weft.ops.attention.shares_triton`). In that case it fills `spans`
+    for each request that has a tile: its first program, its last, and whether these are its splits.
+    """
     QUERIES: tl.constexpr = ROWS * KV_HEADS // HEADS
     COMBINED: tl.constexpr = SPLITS > 1 or PARTS
     UNIT: tl.constexpr = SEGMENT if SEGMENT else KEYS
@@ -87,8 +89,8 @@ def attend_shares(
             WINDOW,
             BLOCK_R,
         )
-    # What one request's stores need is not worked out, and kept in registers, before the loop over
-    # all.
+    # Without hoisting, since values for one request's stores would fill registers during the whole
+    # loop.
     for following in tl.range(number, disable_licm=True):
         request = first_request + following
         first_tile, count = count_tiles(
@@ -181,14 +183,16 @@ def attend_block(
     SEGMENT: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):
-    """`attend_kernel` for a block of a request's queries; `request_info` is the request, the key
-    head, the request's first token, the number of its tokens in this step, and that of its context.
+    """`attend_kernel` for a block of a request's queries.
 
-    With SHARED, `share` is what it attends to: from one tile to another, whether these are all, and
-    the place of this share, which a segment does not need.
+    `request_info` is the request, the key head, the request's first token, the number of its tokens
+    in this step, and the length of its context.
 
-    With SEGMENT > 0 the positions are attended to so many at a time, from position 0 on, each
-    segment by itself, and then merged in order, in this program or, from `shares`, in
+    With SHARED, `share` says what to attend to: the first tile, the tile after the last, whether
+    these are all tiles, and the place of this share, which segments do not need.
+
+    With SEGMENT > 0, each segment of that many positions, counted from position 0, is attended to
+    by itself. The segments are then merged in order, by this program or, from `shares`, by
     `combine_kernel`. So the order of a query's sums depends on its position alone. A segment is the
     tile of a share.
     """
@@ -198,12 +202,12 @@ def attend_block(
     query = block * QUERIES + row // GROUP
     token = (start + query).to(tl.int64)
     inside = (row < QUERIES * GROUP) & (query < query_len)
-    live = inside & (query < seq_len)  # of padding seq_len is 0
+    live = inside & (query < seq_len)  # padding has a seq_len of 0
     live &= tl.load(slot_mapping + token, mask=live, other=-1) >= 0
-    # Tiles end with the last live row's context: later slots are not reached, and may hold NaN.
+    # Tiles end with the last live row's context, since later slots may hold NaN.
     position = tl.where(live, seq_len - query_len + query, -1)
     first = 0
-    if WINDOW:  # the tile of the first key that any of them sees
+    if WINDOW:  # begin with the tile of the first key that any of the queries sees
         oldest = tl.min(tl.where(live, position, seq_len), axis=0) - WINDOW + 1
         first = tl.maximum(oldest, 0) // KEYS * KEYS
     end = tl.max(position, axis=0) + 1
@@ -216,8 +220,8 @@ def attend_block(
         q + (token * stride_q + head * DIM)[:, None] + dim[None, :], mask=mask, other=0.0
     )
     if kv_pages.dtype.element_ty == tl.float8e4nv and queries.dtype == tl.bfloat16:
-        # FP8 becomes float16 in one instruction, and bfloat16 in several. Queries beyond float16
-        # are clamped.
+        # FP8 converts to float16 in one instruction, but to bfloat16 in several. Queries beyond the
+        # range of float16 are clamped.
         queries = tl.clamp(queries.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
     table = block_table + request.to(tl.int64) * stride_table
     m = tl.full([ROWS], float("-inf"), tl.float32)
@@ -248,7 +252,7 @@ def attend_block(
                 KEYS,
                 DIMS,
                 WINDOW,
-                True,  # one loop for all tiles: one order of sums
+                True,  # one loop for all tiles, for one order of sums
             )
             if not SHARED:
                 m, s, acc = merge(m, s, acc, m_own, s_own, acc_own)
@@ -328,12 +332,13 @@ def _attend_range(
     WINDOW: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
 ):
-    """The maximum `[ROWS]`, sum `[ROWS]` and weighted values `[ROWS, DIMS]` of the positions lo:hi,
-    of a block whose last query is at `end - 1`."""
+    """The maximum `[ROWS]`, sum `[ROWS]` and weighted values `[ROWS, DIMS]` over the positions
+    lo:hi, for a block whose last query is at `end - 1`."""
     m = tl.full([ROWS], float("-inf"), tl.float32)
     s = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIMS], tl.float32)
-    if not ONE_BLOCK:  # tiles that all queries see whole need no mask
+    # Tiles that all queries see in full need no mask, and are attended to in a separate loop.
+    if not ONE_BLOCK:
         visible_end = tl.minimum(
             tl.maximum(tl.min(tl.where(live, position, end - 1), axis=0) + 1, lo), hi
         )
@@ -426,7 +431,7 @@ def _attend_tiles(
     MASKED: tl.constexpr,
 ):
     """The running maximum `[ROWS]`, sum `[ROWS]` and weighted values `[ROWS, DIMS]` after the
-    positions lo:hi. Without MASKED these are whole tiles that every live query sees."""
+    positions lo:hi. Without MASKED, these must be whole tiles that every live query sees."""
     dim = tl.arange(0, DIMS)
     offsets = tl.arange(0, KEYS)
     WIDTH: tl.constexpr = KV_HEADS * DIM
@@ -448,7 +453,7 @@ def _attend_tiles(
             + (page.to(tl.int64) * (PAGE_SIZE * WIDTH))[:, None]
         )
         if MASKED or DIM < DIMS:
-            # Zeros instead of the memory's values: a probability of 0 times NaN is NaN.
+            # Load zeros, since memory may hold NaN, and a probability of 0 times NaN is NaN.
             mask = (at < hi)[:, None] & (dim < DIM)[None, :]
             key = tl.load(where, mask=mask, other=0.0)
             value = tl.load(where + values, mask=mask, other=0.0)

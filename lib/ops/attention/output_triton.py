@@ -1,5 +1,5 @@
-"""The output of attention, in Triton: heads stored as they are or in FP8, zeros for padding, and
-shares combined.
+"""The output of attention, in Triton: heads are stored as they are or in FP8, padding is zeroed, and
+shares are combined.
 
 Import this module only where triton is installed.
 """
@@ -18,8 +18,8 @@ from weft.ops.kernel_triton import at_once, begin, early, kernel, release
 from weft.ops.products.blocks_triton import TRITON_DTYPES, quantize_rows
 from weft.ops.tiles.tile import power_of_two
 
+# The most values that a program combines, and the most values of shares that it loads at a time.
 _MOST_VALUES = 1024
-# The most values that a program combines, and the most of shares that it asks for at a time.
 _MOST_AT_ONCE = 4096
 
 
@@ -38,7 +38,7 @@ def zero_tokens(
     DIMS: tl.constexpr,
     QUANTIZE: tl.constexpr,
 ):
-    """Zero GROUP heads, from `head` on, of the tokens first:end:step."""
+    """Zero GROUP heads, starting at `head`, of the tokens first:end:step."""
     row = tl.arange(0, ROWS)
     for token in range(first, end, step):
         cell = tl.cast(token, tl.int64) * heads + head + row
@@ -51,7 +51,7 @@ def zero_tokens(
 def store_heads(
     x, out, scales, cell, inside, DIM: tl.constexpr, DIMS: tl.constexpr, QUANTIZE: tl.constexpr
 ):
-    """Store heads `[R, DIMS]` of float32 at `cell` `[R]`; in FP8 each is a block with a scale."""
+    """Store float32 heads `[R, DIMS]` at `cell` `[R]`; in FP8 each head is a block with a scale."""
     dim = tl.arange(0, DIMS)
     at = out + (cell * DIM)[:, None] + dim[None, :]
     mask = inside[:, None] & (dim < DIM)[None, :]
@@ -65,8 +65,10 @@ def store_heads(
 
 @triton.jit
 def merge(m, s, acc, m_more, s_more, acc_more):
-    """The maximum `[R]`, sum `[R]` and weighted values `[R, DIMS]` of two shares of a context,
-    always in the same operations, so that it does not matter which kernel merges them."""
+    """Merge the maxima `[R]`, sums `[R]` and weighted values `[R, DIMS]` of two shares of a context.
+
+    The operations are explicit (`fma`), so that the bits do not depend on which kernel merges.
+    """
     top = tl.maximum(m, m_more)
     base = tl.where(top == float("-inf"), 0.0, top)
     left = tl.exp2(m - base)
@@ -103,13 +105,14 @@ def combine_kernel(
     SEGMENTS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Combine the shares of a request and a key head, EACH rows and SHARES shares at a time: the
-    weighted mean, by sums scaled to the largest maximum. The result of a request in one share is
-    there already. The zeros of requests without a tile, and of num_tokens' tokens after the last
-    request, are written here.
+    """Combine the shares of a request and a key head, EACH rows and SHARES shares at a time, into
+    their weighted mean, with sums scaled to the largest maximum.
 
-    With SEGMENTS > 0 a share is UNIT positions, and they are merged one after the other, also those
-    of one program.
+    The result of a request with a single share is stored already. Zeros are written here for
+    requests without a tile, and for the tokens after the last request, up to num_tokens.
+
+    With SEGMENTS > 0 a share is UNIT positions, and the shares are merged one after the other, even
+    if one program computed several.
     """
     begin(at_once)
     request = tl.program_id(0)
@@ -120,7 +123,7 @@ def combine_kernel(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     QUERIES: tl.constexpr = ROWS // GROUP
     dim = tl.arange(0, DIMS)
-    # All that does not depend on another value is asked for before any of it is waited for.
+    # Start all loads that do not depend on another value before waiting for any of them.
     first = tl.load(spans + 4 * request)
     last = tl.load(spans + 4 * request + 1)
     even = tl.load(spans + 4 * request + 2)
@@ -128,7 +131,7 @@ def combine_kernel(
     end = tl.load(query_start_loc + request + 1)
     seq_len = tl.load(seq_lens + request)
     total_tokens = tl.load(query_start_loc + num_reqs)
-    if SPLITS > 1 and SEGMENTS == 0:  # EACH is 1, and the step all rows
+    if SPLITS > 1 and SEGMENTS == 0:  # here EACH is 1, and the programs cover all rows in one step
         row = own_row + tl.arange(0, EACH)
         share = tl.arange(0, SPLITS)
         place = (tl.cast(request * SPLITS + share, tl.int64) * KV_HEADS + kv_head) * ROWS
@@ -137,7 +140,7 @@ def combine_kernel(
         )
     query_len = tl.where(end - start <= QUERIES, end - start, 0)
     _, num_tiles = count_tiles(request, query_start_loc, seq_lens, num_reqs, QUERIES, UNIT, WINDOW)
-    # A request without a tile has no span
+    # The span of a request without a tile is not initialised.
     shared = (num_tiles > 0) & ((last > first) | (SEGMENTS > 0))
     release()
     if shared | (num_tiles <= 0):
@@ -207,7 +210,8 @@ def combine_kernel(
 
 @triton.jit
 def _load_shares(shares, maxima, sums, place, there, row, dim, DIM: tl.constexpr):
-    """The maxima `[N, R]`, sums `[N, R]` and weighted values `[N, R, DIMS]` of rows of places."""
+    """Load the maxima `[N, R]`, sums `[N, R]` and weighted values `[N, R, DIMS]` of some rows at
+    some places."""
     at = place[:, None] + row[None, :]
     there = there[:, None]
     m = tl.load(maxima + at, mask=there, other=float("-inf"))
@@ -218,8 +222,8 @@ def _load_shares(shares, maxima, sums, place, there, row, dim, DIM: tl.constexpr
 
 @triton.jit
 def _add_shares(m, total, result, m_own, s_own, shares):
-    """The running maximum `[R]`, sum `[R]` and weighted values `[R, DIMS]` with those of shares, of
-    which one with a maximum of -inf may hold anything."""
+    """Add shares to the running maximum `[R]`, sum `[R]` and weighted values `[R, DIMS]`; a share
+    whose maximum is -inf may hold anything."""
     top = tl.maximum(m, tl.max(m_own, axis=0))
     base = tl.where(top == float("-inf"), 0.0, top)
     weight = tl.exp2(m_own - base[None, :])
@@ -242,8 +246,8 @@ def combine(
     shares to scales."""
     (tokens, heads, dim), requests, out = q.shape, tensors[6].shape[0], tensors[7]
     group = heads // kv_heads
-    # Where a request has one split most programs find nothing to do, and each one begins later than
-    # the one before it.
+    # If requests have one split, most programs would find nothing to do, and each program begins
+    # later than the one before it: launch few.
     rows = min(max_query_len, plan.share_rows // group) * group
     typical_rows = rows if plan.one_block else group  # most decodes among prompts have one query
     programs, each = (

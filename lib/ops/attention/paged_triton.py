@@ -1,21 +1,21 @@
 """The CUDA implementation of `weft::paged_attention`, in Triton: three kernels whose launches
 depend on shapes alone.
 
-1. `write_kernel`, one program for each token, writes k and v to their slots. It is left out if they
-  are there already.
-2. `attend_kernel`, one program for a block of queries of one request and a key head
-   (`weft.ops.attention.block_triton`), or, where requests have few queries, for a key head and a
-   share of their contexts (`weft.ops.attention.shares_triton`). Among prompts the first programs
-   are those of such requests.
-3. `combine_kernel` of `weft.ops.attention.output_triton`, only after such shares: it rescales and
-   adds those of each request that several programs attended to.
+1. `write_kernel`, one program for each token, writes k and v to their slots. It is skipped if they
+   are there already.
+2. `attend_kernel` has one program for a block of queries of one request and a key head
+   (`weft.ops.attention.block_triton`) or, for requests with few queries, for a key head and a share
+   of their contexts (`weft.ops.attention.shares_triton`). In a batch with prompts, the first
+   programs serve the requests with few queries.
+3. `combine_kernel` of `weft.ops.attention.output_triton` follows only after such shares: for each
+   request that several programs attended to, it rescales and adds their shares.
 
-The zeros of the tokens after the last request are written by the last kernel, or by the programs of
-prompts, all in turn.
+Tokens after the last request get zeros from the last kernel, or from the programs of prompts, which
+take turns.
 
-Nothing here reads a tensor's values on the host, so a CUDA graph can hold all of it and replay it
-for other lengths. Import this module only where triton is installed. If TRITON_INTERPRET=1 was set
-before, it runs on CPU tensors, for tests; not in bfloat16, whose products Triton's interpreter
+Nothing here reads a tensor's values on the host, so a CUDA graph can capture all of it and replay
+it for other lengths. Import this module only where triton is installed. If TRITON_INTERPRET=1 was
+set before, it runs on CPU tensors, for tests; not in bfloat16, whose products Triton's interpreter
 computes wrongly.
 """
 
@@ -39,13 +39,13 @@ from weft.ops.products.fp8 import empty_quantized
 from weft.ops.tiles.tile import power_of_two
 
 _LOG2_E = 1.4426950408889634
-# A scale of less is 0 in a kernel, where products with it are.
+# The smallest normal float32. A kernel flushes smaller scales to 0, and products with them.
 _TINY = 2.0**-126
-# The largest window of a kernel, in whose 32 bits positions and windows are added; no context is as
+# The largest window of a kernel, which adds positions and windows in 32 bits; no context is as
 # long.
 _WIDEST = 2**30
-# Requests among which a program looks for the owner of a block at a time: the same for all batches,
-# so that they share a compiled kernel.
+# The number of requests that a program searches at a time for the owner of a block. It is the same
+# for all batches, so that they share a compiled kernel.
 _SEARCHED = 128
 
 
@@ -58,8 +58,8 @@ def _owner(
     EXTRA: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """The request that owns block `index`, or num_reqs: how many of the requests 1..num_reqs begin
-    at or before it.
+    """The request that owns block `index`, or num_reqs if none does: the number of requests
+    1..num_reqs that begin at or before it.
 
     Request r begins at block query_start_loc[r] // QUERIES + EXTRA * r; empty requests that begin
     there are skipped.
@@ -152,21 +152,24 @@ def attend_kernel(
     SEGMENT: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):
-    """Attend with QUERIES queries of one request, and the heads of one key head, to its context.
-    With SHARE_ROWS the first programs attend to requests whose queries have no more rows than that
-    (`attend_shares`): all programs if these are all requests (ONE_BLOCK), else as many as there are
-    requests or parts.
+    """Attend, with QUERIES queries of one request and the heads of one key head, to the request's
+    context.
 
-    `scale` is positive, and includes log2(e), since powers are of 2. `combine_kernel` reads the
-    `shares` of requests that several programs attend to. Rows of padding are not read; in the
-    output they are zeroed.
+    With SHARE_ROWS, the first programs attend to the contexts of requests whose queries have at
+    most that many rows (`attend_shares`). If all requests do (ONE_BLOCK), these are all programs;
+    otherwise there is one for each request or part, whichever are more.
+
+    `scale` is positive and includes log2(e), since exponentials are computed as powers of 2.
+    `combine_kernel` reads the `shares` of requests that several programs attend to. Rows of padding
+    are not read, and are zeroed in the output.
     """
     begin(at_once)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     index = tl.program_id(0)
     kv_head = tl.program_id(1)
     programs = tl.num_programs(0)
-    if not ONE_BLOCK:  # those of all key heads side by side
+    # The grid has one dimension, in which the programs of all key heads of a block are neighbours.
+    if not ONE_BLOCK:
         index, kv_head, programs = index // KV_HEADS, index % KV_HEADS, programs // KV_HEADS
     few = 0
     if SHARE_ROWS:
@@ -228,9 +231,9 @@ def attend_kernel(
             seq_len = tl.load(seq_lens + request)
             block = 0
             if not ONE_BLOCK:
-                # A request's last block, the longest, begins first, as contexts that are shared
+                # A request's last block, which takes longest, begins first, and shared contexts
                 # begin before prompts: long programs that began last would leave most
-                # multiprocessors idle in the end.
+                # multiprocessors idle at the end.
                 block = tl.cdiv(query_len, QUERIES) - 1 - (index - start // QUERIES - request)
                 if SHARE_ROWS and (query_len <= SHARE_ROWS // GROUP) & (seq_len > 0):
                     block = -1
@@ -307,11 +310,11 @@ def _attend_into(
     scale: float,
     window: int,
 ) -> bool:
-    """Write and attend. Results go to `out` `[T, H, D]`, or in FP8 `[T, H * D]` with `scales` `[T,
-    H]`.
+    """Write and attend, with the result in `out` `[T, H, D]`, or for FP8 in `[T, H * D]` and
+    `scales` `[T, H]`.
 
     Returns:
-        False if there is no request: then nothing is written.
+        False if there is no request, in which case nothing is written.
     """
     if not seq_lens.numel():
         return False
@@ -323,7 +326,7 @@ def _attend_into(
         query_start_loc.contiguous(),
         seq_lens.contiguous(),
     )
-    # A launch goes to the current device, which need not be that of the tensors.
+    # Triton launches on the current device, which need not be that of the tensors.
     with torch.cuda.device_of(q):
         if k is not None and v is not None:
             _launch_write(_packed_heads(k), _packed_heads(v), kv_pages, where)
@@ -342,8 +345,8 @@ def _attend_into(
 
 
 def _packed_heads(x: Tensor) -> Tensor:
-    """`x` `[T, heads, D]` with each token's heads contiguous; tokens need not be, as in a slice of
-    fused q, k, v."""
+    """`x` `[T, heads, D]` with each token's heads contiguous; the tokens need not be contiguous, as
+    in a slice of fused q, k, v."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
@@ -380,7 +383,8 @@ def _launch_attend(
     scales: Tensor | None,
     batch_invariant: bool,
 ) -> None:
-    if scale < _TINY:  # in the kernel the largest product has the largest score
+    # The kernel takes the maximum before it scales, so the scale must be positive.
+    if scale < _TINY:
         q, scale = (-q, -scale) if scale <= -_TINY else (torch.zeros_like(q), 1.0)
     slot_mapping, block_table, query_start_loc, seq_lens = where
     (tokens, heads, dim), (_, _, page_size, kv_heads, _) = q.shape, kv_pages.shape
@@ -388,7 +392,8 @@ def _launch_attend(
     group = heads // kv_heads
     context = block_table.shape[1] * page_size
     window = min(window, _WIDEST)
-    if window and not batch_invariant:  # segments are counted from position 0
+    # With a window fewer tiles are attended to; batch-invariant segments count from position 0.
+    if window and not batch_invariant:
         context = min(context, window + max_query_len)
     shapes = tokens, requests, group, kv_heads, dim, context, max_query_len
     plan = plan_launch(
@@ -397,7 +402,8 @@ def _launch_attend(
     segment = SEGMENT if batch_invariant else 0
     quantized = scales is not None
     scales = out if scales is None else scales
-    results = out, out, out, out  # of shares: there are none
+    # Placeholders for the results of shares, of which there are none.
+    results = out, out, out, out
     if plan.shared:
         sizes = (
             (tokens, heads, plan.segments) if segment else (plan.places, kv_heads, plan.share_rows)
@@ -449,7 +455,8 @@ def _launch_attend(
         num_warps=plan.warps,
         num_stages=plan.stages,
         maxnreg=plan.registers,
-        # A mask between two operations keeps them from being fused, and so would change the bits.
+        # A mask between two operations prevents their fusion, so masked tiles and others would
+        # round differently.
         enable_fp_fusion=not batch_invariant,
         **early(q),
     )
@@ -459,7 +466,7 @@ def _launch_attend(
 
 
 def _processors(device: torch.device) -> int:
-    """The multiprocessors of a CUDA device; on the CPU, in the interpreter, 4."""
+    """The number of multiprocessors of a CUDA device; 4 on the CPU, for the interpreter."""
     return (
         int(torch.cuda.get_device_properties(device).multi_processor_count)
         if device.type == "cuda"

@@ -1,14 +1,14 @@
 """Contexts that several programs share, in Triton: which tiles of which requests a program attends
 to.
 
-Requests of a batch have contexts of any lengths, which the host does not know where a graph is
-replayed. So each program counts the tiles of all requests. Where the contexts are about equal, or
-short, each request has as many programs as any other, and they take equal shares of its tiles
-(flash-decoding, Dao et al. 2023). Otherwise the tiles of all requests, one after the other, are cut
-into equal parts, and each program takes one, which may begin in one request and end in another
-(Stream-K, Osama et al. 2023, https://arxiv.org/abs/2301.03598). A program writes the result of a
-request that is its own as a whole; of the others it writes shares to be combined. A tile is UNIT
-positions: those of a product, or a segment.
+The contexts of a batch have any lengths, which the host does not know when a graph is replayed. So
+each program counts the tiles of all requests. If the contexts are about equal, or short, each
+request has the same number of programs, which take equal shares of its tiles (flash-decoding, Dao
+et al. 2023). Otherwise the tiles of all requests, one after the other, are cut into equal parts.
+Each program takes one part, which may begin in one request and end in another (Stream-K, Osama et
+al. 2023, https://arxiv.org/abs/2301.03598). If a program attends to a request's whole context, it
+writes the result; otherwise it writes a share, to be combined. A tile is UNIT positions: the keys
+of one product, or a segment.
 
 Import this module only where triton is installed.
 """
@@ -30,9 +30,12 @@ def count_tiles(
     UNIT: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """The first tile that a request's queries see, and the number of them, for one request or
-    several. Those from num_reqs on, padded ones, and those without a query or with more than
-    QUERIES have none."""
+    """The first tile that a request's queries see, and the number of such tiles, for one request or
+    several.
+
+    Requests from num_reqs on, padded requests, and requests without a query or with more than
+    QUERIES have no tiles.
+    """
     there = request < num_reqs
     start = tl.load(query_start_loc + request, mask=there, other=0)
     query_len = tl.load(query_start_loc + request + 1, mask=there, other=0) - start
@@ -59,9 +62,12 @@ def count_all(
     WINDOW: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """The tiles of each request `[BLOCK_R]`, of all, at least 1, and whether each request has
-    SPLITS programs: where the largest share would have at most `slack` eighths of a part, and
-    `spare` tiles more, which is what parts cost beside it."""
+    """The number of tiles of each request `[BLOCK_R]`, the total, at least 1, and whether each
+    request has SPLITS programs.
+
+    That is so if the largest share would have at most `slack` eighths of a part plus `spare` tiles,
+    the additional cost of parts.
+    """
     _, tiles = count_tiles(
         tl.arange(0, BLOCK_R), query_start_loc, seq_lens, num_reqs, QUERIES, UNIT, WINDOW
     )
@@ -72,8 +78,8 @@ def count_all(
 
 @triton.jit
 def split_of(split, tiles, SPLITS: tl.constexpr):
-    """The first tile, of a request's, of one of its shares, and the one after the last. If there
-    are fewer tiles than splits, the last of these are empty."""
+    """The first of a request's tiles in one of its shares, and the tile after the last. If there
+    are fewer tiles than splits, the last splits are empty."""
     few = tiles < SPLITS
     first = tl.where(few, split, split * tiles // SPLITS)
     end = tl.where(few, split + 1, (split + 1) * tiles // SPLITS)
@@ -82,8 +88,8 @@ def split_of(split, tiles, SPLITS: tl.constexpr):
 
 @triton.jit
 def first_of(part, total, parts):
-    """The first tile of a part; the first ones have a tile more than the others, if these do not
-    divide the total."""
+    """The first tile of a part. If the parts do not divide the total, the first parts have one tile
+    more than the others."""
     return part * (total // parts) + tl.minimum(part, total % parts)
 
 
@@ -105,9 +111,10 @@ def requests_of(
     """The requests, or the part of their contexts, that program `index` attends to.
 
     Returns:
-        Its first request; how many it has; and whether contexts are about equal, so that it has a
-        split of one request. If they are not: the tiles of all requests; the first tile of its
-        part; the tile after the last; and the tiles of the requests before its first.
+        The program's first request; its number of requests; whether contexts are about equal, so
+        that it has a split of one request; and, if they are not: the total number of tiles, the
+        first tile of its part, the tile after the last, and the number of tiles of the requests
+        before its first.
     """
     tiles, total, even = count_all(
         query_start_loc,
@@ -139,7 +146,7 @@ def requests_of(
 
 @triton.jit
 def part_of(tile, total, parts):
-    """The part that has a tile."""
+    """The part that contains a tile, the inverse of `first_of`."""
     size = total // parts
     larger = total % parts
     edge = larger * (size + 1)
@@ -148,6 +155,7 @@ def part_of(tile, total, parts):
 
 @triton.jit
 def place_of(part, begins):
-    """The place of a part's share of a request. A part has two at most: one of a request that began
-    in an earlier part, and one of a request that `begins` in it and goes on in the next."""
+    """The place of a part's share of a request. A part has at most two shares: one of a request
+    that began in an earlier part, and one of a request that `begins` in it and continues in the
+    next."""
     return 2 * part + tl.where(begins, 1, 0)

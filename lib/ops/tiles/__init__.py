@@ -1,2 +1,2 @@
-"""Tiles: the parts of a product that programs of a kernel compute, and which are chosen for which
-shapes."""
+"""Tiles: the part of a product that one program of a kernel computes, and how a tile is chosen for
+given shapes."""

@@ -1,12 +1,12 @@
-"""The tiles of a linear layer that may be the best one."""
+"""The candidate tiles of a linear layer."""
 
 from collections.abc import Iterator
 
 from weft.ops.tiles.tile import Tile, cdiv, power_of_two
 
-# Rows, tokens, columns, warps and stages, by whether in FP8: those of 97 that were timed without
-# which many products would be slower. In 1,303 of 1,315 measured products the best of these is
-# within 1 % of the best of all.
+# Rows, tokens, columns, warps and stages, by whether the product is in FP8. Of the 97 tiles that
+# were timed, these are the ones without which many products would be slower. In 1,303 of 1,315
+# measured products the best of these is within 1 % of the best of all.
 TILES: dict[bool, tuple[tuple[int, int, int, int, int], ...]] = {
     False: (
         (64, 16, 64, 4, 6),
@@ -51,21 +51,21 @@ TILES: dict[bool, tuple[tuple[int, int, int, int, int], ...]] = {
 }
 
 _PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
-# The fewest columns of a part. With fewer a program ends before its loads are in flight.
+# The fewest columns of a part. With fewer, a program ends before all its loads are in flight.
 _PART_COLUMNS = 256
+# A third of an H100's multiprocessors, and four times their number. Fewer programs leave most
+# multiprocessors idle; more gain nothing from a split. Candidates do not depend on the device.
 _FEW_PROGRAMS = 44
-# A third of the multiprocessors of an H100, and four times as many: fewer programs leave most of
-# them idle, and more gain nothing from a split. Candidates do not depend on the device.
 _MANY_PROGRAMS = 528
 
 
 def candidates(tokens: int, rows: int, columns: int, fp8: bool) -> list[Tile]:
-    """The tiles of a linear layer with weights `[rows, columns]` that may be the best one, each in
-    several parts.
+    """The tiles that may be the best for a linear layer with weights `[rows, columns]`, each with
+    several numbers of parts.
 
-    A tile is left out if it is mostly empty, or if it reads the weights more than twice though its
-    programs would be enough without; a number of parts, if its programs are too few though more are
-    possible, or too many.
+    A tile is left out if it would be mostly empty, or if it reads the weights more than twice
+    although there would be enough programs without that. A number of parts is left out if it gives
+    too many programs, or too few although more are possible.
     """
     tiles = []
     for tile in TILES[fp8]:
@@ -84,7 +84,7 @@ def candidates(tokens: int, rows: int, columns: int, fp8: bool) -> list[Tile]:
 
 
 def _possible_parts(programs: int, columns: int, across: int) -> Iterator[int]:
-    """The numbers of parts to consider. Every part has columns, the last one too."""
+    """The numbers of parts to consider, such that no part is empty, not even the last one."""
     steps = cdiv(columns, across)
     possible = {
         cdiv(steps, cdiv(steps, n)) for n in _PARTS if n == 1 or n * _PART_COLUMNS <= columns
@@ -98,5 +98,5 @@ def _possible_parts(programs: int, columns: int, across: int) -> Iterator[int]:
 
 
 def tile_index(tile: Tile, fp8: bool) -> int:
-    """The place of a tile in `TILES`, whatever its parts."""
+    """The index of a tile in `TILES`, whatever its number of parts."""
     return TILES[fp8].index((tile.rows, tile.tokens, tile.columns, tile.warps, tile.stages))

@@ -1,7 +1,8 @@
 """The tiles of the products with experts: a function of shapes alone.
 
-`experts.json` beside this module has the best tiles of some shapes, measured on an H200. One token,
-more tokens, and other shapes go by rules. Nothing is tried out at run time.
+`experts.json` beside this module has the best tiles for some shapes, measured on an H200. For a
+single token, for more tokens than measured, and for other shapes, rules choose the tile. Nothing is
+timed at run time.
 """
 
 import functools
@@ -11,18 +12,20 @@ from pathlib import Path
 from weft.ops.tiles.gpus import device
 from weft.ops.tiles.tile import Tile, cdiv
 
-# Lists of `{"tokens": the most tokens, "tile": the fields of a Tile}`, by product.
+# For each product, a list of `{"tokens": the most tokens, "tile": the fields of a Tile}`.
 MEASURED = Path(__file__).parent / "experts.json"
 
-# The (token, expert) pairs for which a program that finds its expert's tokens itself is made at
-# least, and the most pairs for which programs do so in float32 and on GPUs without measurements.
+# In float32, and on GPUs without measurements, each program finds its expert's tokens itself if
+# there are at most this many (token, expert) pairs. It is also the smallest number of pairs for
+# which such a kernel is compiled.
 SCAN_PAIRS = 64
 
-# Rows, tokens, columns, warps and stages of other shapes, by whether in FP8, each up to a number of
-# pairs per expert. On ten sets of experts and eight numbers of tokens from 1 on, with at most 256
-# pairs per expert, timed on an H100 (`python -m weft.proofs.evidence.bench.tiles.search --experts`,
-# and again with `--counts 1 2 4 8`), both products and the sort take 0.7 and 1.2 % longer than with
-# the best tiles (median), 2.8 and 5.8 % in the 90th percentile, and 6 and 9.5 % at the worst.
+# Rows, tokens, columns, warps and stages for other shapes, by whether the weights are in FP8, each
+# up to a number of pairs per expert. They were timed on an H100 with ten sets of experts and eight
+# numbers of tokens from 1 on, with at most 256 pairs per expert
+# (`python -m weft.proofs.evidence.bench.tiles.search --experts`, and again with
+# `--counts 1 2 4 8`). Both products and the sort take 0.7 and 1.2 % longer than with the best tiles
+# (median), 2.8 and 5.8 % longer at the 90th percentile, and 6 and 9.5 % at worst.
 _BY_PAIRS: dict[bool, tuple[tuple[float, tuple[int, int, int, int, int]], ...]] = {
     False: (
         (8, (64, 16, 128, 4, 3)),
@@ -35,15 +38,14 @@ _BY_PAIRS: dict[bool, tuple[tuple[float, tuple[int, int, int, int, int]], ...]] 
 
 @functools.cache
 def measured() -> dict[str, dict[int, Tile]]:
-    """The table of `experts.json`: for each key, tiles by the most tokens for which they were best,
-    ascending."""
+    """The table of `experts.json`: for each key, the best tile up to each number of tokens, in
+    ascending order."""
     table = json.loads(MEASURED.read_text(encoding="utf-8"))
     return {key: {row["tokens"]: Tile(*row["tile"]) for row in rows} for key, rows in table.items()}
 
 
 def expert_key(rows: int, columns: int, num_experts: int, fp8: bool) -> str:
-    """The key in `experts.json` of the product of experts with weights `[num_experts, rows,
-    columns]`."""
+    """The key in `experts.json` for experts with weights `[num_experts, rows, columns]`."""
     return f"experts {'fp8' if fp8 else 'bf16'} {num_experts}x{rows}x{columns}"
 
 
@@ -59,12 +61,12 @@ def expert_tile(
     """The tile of a product with experts.
 
     Args:
-        rows: of the weights; in the first product 2 * I, and half of a tile's rows are gates.
-        itemsize: bytes of an element of the weights; 1 is FP8.
+        rows: the rows of the weights; in the first product 2 * I, and half of a tile's rows are
+            gates.
+        itemsize: the bytes of an element of the weights; 1 means FP8.
     """
-    if (
-        itemsize < 4 and tokens == 1
-    ):  # nothing to sort; the longer a program's sum, the more of it is in flight
+    # One token has nothing to sort. The longer a program's sum, the more of it should be in flight.
+    if itemsize < 4 and tokens == 1:
         return Tile(
             64,
             16,

@@ -18,16 +18,16 @@ class Coefficients:
     """The coefficients of the formula.
 
     Args:
-        launch: seconds of any launch.
-        fill: seconds until the programs that are there together have their first tiles.
-        dram: of the bandwidth, when the weights are read once.
+        launch: seconds that every launch takes.
+        fill: seconds until programs that run at the same time have their first tiles.
+        dram: the fraction of the memory bandwidth that is reached when the weights are read once.
         feed: bytes per second into one multiprocessor.
         latency: seconds from a load to its arrival; all stages but one are in flight.
-        step: seconds of a step besides.
-        peak, chain: of the tensor cores' peak, for all programs of a multiprocessor and for one
-            that waits for itself.
-        store: bytes per second of the result.
-        power: the bounds are added as a norm with this exponent.
+        step: further seconds per step.
+        peak, chain: the fraction of the tensor cores' peak reached by all programs of a
+            multiprocessor together, and by one program that waits for its own results.
+        store: bytes per second at which the result is stored.
+        power: the exponent of the norm that combines the bounds.
     """
 
     launch: float
@@ -53,8 +53,8 @@ def formula_seconds(
 ) -> Array:
     """The seconds of a product with each tile, by the formula.
 
-    Programs run in rounds: as many at a time as fit in the multiprocessors' shared memory and
-    registers. The bounds are the weights' bytes, the bytes into a multiprocessor, the chain of one
+    Programs run in rounds of as many as fit in the multiprocessors' shared memory and registers.
+    The bounds are the bytes of the weights, the bytes into a multiprocessor, the chain of one
     program's steps, and the tensor cores.
     """
     values = np.array(
@@ -87,8 +87,11 @@ def formula_seconds(
 def library_seconds(
     tokens: int, rows: int, columns: int, fp8: bool, gpu: Device, by: Coefficients
 ) -> float:
-    """The seconds of torch's own product, by the formula: in bfloat16 it has a good tile for any
-    shape, so that there are bounds alone; in FP8 its tiles have 128 rows and tokens."""
+    """The predicted seconds of torch's own product.
+
+    In bfloat16 torch has a good tile for any shape, so only the bounds count; in FP8 its tiles have
+    128 rows and up to 128 tokens.
+    """
     if fp8:
         tile = Tile(128, min(128, power_of_two(max(tokens, 16))), 128, 8, 4)
         return float(formula_seconds(tokens, rows, columns, True, [tile], gpu, by)[0])
@@ -102,16 +105,16 @@ COPY_SECONDS = 2e-6
 
 
 def library_copies(columns: int, fp8: bool) -> float:
-    """The seconds of the copies that torch's product in FP8 needs: the scales by columns, and
-    blocks padded to four."""
+    """The seconds of the copies that torch's FP8 product needs: scales laid out by columns, and a
+    multiple of four blocks."""
     if fp8:
         return COPY_SECONDS + (COPY_SECONDS if columns % (4 * BLOCK) else 0.0)
     return 0.0
 
 
 def gate_seconds(tokens: int, rows: int) -> float:
-    """The seconds of a gate with a kernel of its own, from `[tokens, rows]` in the cache or, if
-    that is too small, in memory, as measured on an H100."""
+    """The seconds of a gate in a separate kernel, as measured on an H100, which reads `[tokens,
+    rows]` from the cache, or from memory if it does not fit there."""
     return 0.86e-6 + 3 * tokens * rows / (5e12 if 2 * tokens * rows <= 25e6 else 3e12)
 
 
@@ -119,8 +122,8 @@ def gated_many_seconds(tokens: int, rows: int, columns: int, tile: Tile, gpu: De
     """The seconds of the product of many tokens that ends with a gate
     (`weft.ops.products.gated_many_triton`).
 
-    Programs run in rounds, one on each multiprocessor. It is within 8 % of four in five of an
-    H100's times, of 8 shapes and 14 numbers of tokens.
+    Programs run in rounds, one on each multiprocessor. For 8 shapes and 14 numbers of tokens on an
+    H100, four in five predictions are within 8 % of the measured time.
     """
     rounds = cdiv(cdiv(tokens, tile.tokens) * cdiv(rows, tile.rows), gpu.processors)
     each = 5e-6 + 1.13 * 2 * tile.tokens * tile.rows * columns * gpu.processors / gpu.peak
@@ -130,12 +133,12 @@ def gated_many_seconds(tokens: int, rows: int, columns: int, tile: Tile, gpu: De
 
 
 def part_seconds(tokens: int, rows: int, parts: int) -> float:
-    """The seconds that the next kernel takes longer for parts than for their sum, as measured on an
-    H100.
+    """The additional seconds that the next kernel takes for parts instead of their sum, as measured
+    on an H100.
 
-    A norm has a program for each token, which reads all parts of its row at 110 GB/s; a gate has
-    several. All programs together read at 7.5 TB/s from the cache, and at 2.5 what does not fit
-    there.
+    A norm has one program for each token, which reads all parts of its row at 110 GB/s; a gate has
+    several. All programs together read at 7.5 TB/s from the cache, and at 2.5 TB/s from memory if
+    the parts do not fit there.
     """
     if parts == 1:
         return 0.0

@@ -1,8 +1,8 @@
-"""The tile of a linear layer: for any shape the one with the least seconds by a model of the
-device.
+"""The tile of a linear layer: for any shape, the one that a model of the device predicts to be
+fastest.
 
-A choice is a function of shapes and of the device's name, so that all ranks make the same one;
-nothing is tried out at run time.
+The choice is a function of the shapes and the device's name, so that all ranks make the same one;
+nothing is timed at run time.
 """
 
 import functools
@@ -17,20 +17,21 @@ from weft.ops.tiles.model import model
 from weft.ops.tiles.tile import FEW_TOKENS, MANY_TOKENS, Tile, cdiv, power_of_two, segment_columns
 from weft.torchapi.scaled_mm import scaled_mm_lacks
 
-# Bytes of weights that fit on 132 multiprocessors, two tiles of 64 KB on each, beside programs of
-# other kernels.
+# Bytes of weights that fit on 132 multiprocessors, with two tiles of 64 KB on each, beside programs
+# of other kernels.
 _RESIDENT = 2**24
+# For products whose programs load all of their weights at once: the most tiles of columns of a
+# program, the most parts, and the number of programs below which the product is cut into more
+# parts.
 _MOST_AHEAD = 4
 _MOST_PARTS = 16
-# Tiles of columns of a program that asks for all of its weights at once, the parts of such a
-# product, and the programs for which it is cut into more of them.
 _PROGRAMS = 64
-# The tile of many tokens whose product ends with a gate.
+# The tile for many tokens whose product ends with a gate.
 GATED_MANY = Tile(256, 128, 64, 8, 3)
-# The least that such a product takes: to describe its tensors costs the host some 20 us, for which
-# it has no time in steps of shorter ones.
+# The shortest such product, in seconds: the host takes some 20 us to build its tensor descriptors,
+# and shorter products do not hide that.
 _MANY_SECONDS = 3e-4
-# The most tokens for which the segments of a batch-invariant product have programs of their own.
+# The most tokens for which each segment of a batch-invariant product has separate programs.
 _SEGMENT_TOKENS = 128
 
 
@@ -38,7 +39,7 @@ _SEGMENT_TOKENS = 128
 def linear_tile(
     tokens: int, rows: int, columns: int, fp8: bool, batch_invariant: bool = False
 ) -> Tile | None:
-    """The tile of a linear layer; None: torch's own product."""
+    """The tile of a linear layer; None: use torch's own product."""
     if not batch_invariant:
         best = _best(_rounded(tokens), tokens % 4 > 0, rows, columns, fp8)
         if tokens > FEW_TOKENS or best is None or device() is None:
@@ -58,15 +59,14 @@ def linear_tile(
 
 @functools.lru_cache(maxsize=4096)
 def gated_tile(tokens: int, rows: int, columns: int) -> Tile | None:
-    """The tile of a product in 16 bits whose first half of rows is the gate of the second, so that
-    it has one part; None: the product, and then the gate, take less."""
+    """The one-part tile of a 16-bit product that ends with a gate, in which the first half of the
+    rows gates the second; None: a product and then a separate gate take less time."""
     best = linear_tile(tokens, rows, columns, False)
     gpu = device()
     if gpu is None or (best is not None and best.parts == 1):
         return best
-    if (
-        best is not None and best.stages == 1
-    ):  # one part cannot ask for all weights at once (measured: slower)
+    # One part could not load all weights at once as this tile does, and was measured to be slower.
+    if best is not None and best.stages == 1:
         return None
     whole = one_part_tile(tokens, rows, columns, False)
     apart, together = model(False).costs(_rounded(tokens), rows, columns, [best, whole], gpu)
@@ -79,8 +79,8 @@ def gated_tile(tokens: int, rows: int, columns: int) -> Tile | None:
 
 @functools.lru_cache(maxsize=4096)
 def gated_many_tile(tokens: int, rows: int, columns: int) -> Tile | None:
-    """The tile of many tokens' product in 16 bits that ends with a gate; None: `gated_tile` has
-    what takes less."""
+    """The tile of a 16-bit product of many tokens that ends with a gate; None: the choice of
+    `gated_tile` takes less time."""
     gpu = device()
     if tokens > MANY_TOKENS:
         tokens = _rounded(tokens)
@@ -97,11 +97,11 @@ def gated_many_tile(tokens: int, rows: int, columns: int) -> Tile | None:
 
 
 def _ahead(best: Tile, rows: int, columns: int, fp8: bool) -> Tile:
-    """The tile of a product of few tokens, whose weights are on their way before the last kernel
+    """The tile of a product of few tokens, which starts to load weights before the previous kernel
     has ended.
 
-    If all weights fit on the multiprocessors at once, each program asks for all of its own. The
-    model knows times of products by themselves, which wait for no other kernel.
+    If all weights fit on the multiprocessors at once, each program loads all of its own together.
+    The model cannot choose this: it was fitted to single products, which wait for no other kernel.
     """
     steps = cdiv(columns, 128)
     ahead = _MOST_AHEAD
@@ -110,14 +110,17 @@ def _ahead(best: Tile, rows: int, columns: int, fp8: bool) -> Tile:
     while ahead > 1 and cdiv(rows, 64) * cdiv(steps, ahead) < _PROGRAMS:
         ahead //= 2
     share = cdiv(steps, min(cdiv(steps, ahead), _MOST_PARTS))
-    # Every part has columns
+    # The number of parts for which none is empty
     return Tile(64, 16, 128, 4, 1, cdiv(steps, share), ahead=power_of_two(share))
 
 
 def _rounded(tokens: int) -> int:
-    """The number of tokens for which a tile is chosen: 1; then rounded up to multiples of 16, of 64
-    beyond 128, of 256 beyond 1,024; beyond `MANY_TOKENS` to a power of two, for which kernels are
-    compiled ahead of serving."""
+    """The number of tokens for which a tile is chosen.
+
+    1 stays; other numbers are rounded up to a multiple of 16, of 64 beyond 128, and of 256 beyond
+    1,024. Beyond `MANY_TOKENS` they are rounded up to a power of two, the numbers for which kernels
+    are compiled ahead of serving.
+    """
     if tokens > MANY_TOKENS:
         return power_of_two(tokens)
     if tokens <= 128:
@@ -133,15 +136,15 @@ def _rounded(tokens: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _best(tokens: int, is_padded: bool, rows: int, columns: int, fp8: bool) -> Tile | None:
-    """The best choice; torch's product in FP8 takes a multiple of four tokens, and others are
-    padded."""
+    """The best tile, or None for torch's product; `is_padded` says that the number of tokens is no
+    multiple of four, to which torch's FP8 product must pad it."""
     gpu = device()
     if gpu is None:
         if fp8:
             return _by_rule(tokens, rows, columns, fp8)
         return None
-    # In bfloat16 torch's product overlaps with no other kernel, so for few tokens one of these
-    # tiles is faster.
+    # In bfloat16 torch's product does not overlap with other kernels, so for few tokens a tile of
+    # weft's kernel is faster.
     takes_fp8 = fp8 and scaled_mm_lacks() is None and rows % BLOCK == columns % BLOCK == 0
     if fp8:
         has_library = takes_fp8
@@ -166,12 +169,12 @@ def _best_of_parts(tokens: int, rows: int, columns: int, fp8: bool, parts: int) 
 
 
 def one_part_tile(tokens: int, rows: int, columns: int, fp8: bool) -> Tile:
-    """The best tile of one part, whether or not torch's product is faster."""
+    """The best tile with one part, even if torch's product is faster."""
     return _best_of_parts(_rounded(tokens), rows, columns, fp8, 1)
 
 
 def _by_rule(tokens: int, rows: int, columns: int, fp8: bool) -> Tile:
-    """The tile of a linear layer on a GPU of another kind."""
+    """The tile of a linear layer on a GPU without measurements."""
     if tokens > 64:
         if not fp8:
             return Tile(128, 128, 64, 8, 4)
@@ -184,12 +187,12 @@ def _by_rule(tokens: int, rows: int, columns: int, fp8: bool) -> Tile:
 
 @functools.cache
 def linear_segments(rows: int, columns: int, fp8: bool) -> int:
-    """The segments of a batch-invariant product with weights `[rows, columns]`: a function of the
-    weights alone, of no device and no measurement.
+    """The number of segments of a batch-invariant product with weights `[rows, columns]`.
 
-    They are so many that about 128 programs, one for each multiprocessor, read the weights, and 256
-    in FP8. Best tiles of at most 128 tokens that have as many parts take as long as those of any
-    parts (median of 78 and 75 shapes).
+    It depends on the weights alone, not on a device or a measurement, since it fixes the order of
+    sums. It is chosen so that about 128 programs, one for each multiprocessor, read the weights
+    (256 in FP8). For at most 128 tokens, the best tiles with this many parts take as long as the
+    best with any number of parts (median of 78 and 75 shapes).
     """
     programs = 256 if fp8 else 128
     parts = max(1, min(cdiv(columns, 128) // 4, programs // cdiv(rows, 64), 8))
@@ -199,12 +202,12 @@ def linear_segments(rows: int, columns: int, fp8: bool) -> int:
 def linear_parts(
     tokens: int, rows: int, columns: int, fp8: bool, batch_invariant: bool = False
 ) -> int:
-    """The parts of a linear layer on CUDA."""
+    """The number of parts of a linear layer on CUDA."""
     tile = linear_tile(tokens, rows, columns, fp8, batch_invariant)
     if tile is None or batch_invariant:
         if tile is None:
             return 1
         return tile.parts
-    # Every part has columns, the last one too.
+    # No part is empty, not even the last one.
     steps = cdiv(columns, tile.columns)
     return cdiv(steps, cdiv(steps, tile.parts))

@@ -1,8 +1,8 @@
-"""The model of the seconds of a linear layer: a formula with ten coefficients, times what the
-nearest of the measured products took beyond it.
+"""The model of the time of a linear layer: a formula with ten coefficients, corrected by how far the
+nearest measured products were from it.
 
 `python -m weft.proofs.evidence.bench.tiles.fit` fits it to measurements. `linear.json` has the
-coefficients, and what was measured.
+coefficients and the measurements.
 """
 
 import functools
@@ -31,26 +31,26 @@ MODEL = Path(__file__).parent / "linear.json"
 # A tile, or torch's own product.
 Choice = Tile | None
 
-# The measured products whose times beyond the formula count.
+# The number of nearest measured products that correct the formula.
 _NEAREST = 4
-# The distances at which tokens, rows and columns count alike, as natural logarithms of ratios.
+# The units of distance in tokens, rows and columns, as natural logarithms of ratios.
 _SCALE = np.array([0.5, 0.7, 0.7])
-# A tile that was not near the best in a measured product takes this much more than it usually does,
-# as a logarithm.
+# A tile without a measurement near the best is taken to be slower than usual by this logarithm.
 _ABSENT = 0.03
-# The same of numbers of parts.
+# The unit of distance in numbers of parts, likewise a logarithm.
 _PARTS_SCALE = 0.5
 
 
 @attrs.frozen(eq=False)
 class Model:
-    """The formula's coefficients, and what was measured beyond it, as logarithms of ratios.
+    """The formula's coefficients, and the logarithms of measured over predicted times.
 
     Args:
-        usual: by tile, the mean.
+        usual: the mean logarithm of each tile.
         places: `[P, 3]`, the logarithms of tokens, rows and columns of the measured products.
-        beyond: by product and tile, for each number of parts that was near the best; -1 is torch's
-            own product.
+        beyond: for each measured product, by index of the tile, a list of (logarithm of the parts,
+            logarithm of the ratio) for each number of parts that was near the best; the index -1 is
+            torch's own product.
     """
 
     fp8: bool
@@ -62,7 +62,7 @@ class Model:
     def costs(
         self, tokens: int, rows: int, columns: int, choices: Sequence[Choice], gpu: Device
     ) -> Array:
-        """The predicted seconds of each choice, with what it leaves to other kernels."""
+        """The predicted seconds of each choice, including the time that it costs other kernels."""
         shape = (tokens, rows, columns, self.fp8)
         tiles = [choice for choice in choices if choice is not None]
         seconds = iter(
@@ -86,7 +86,7 @@ class Model:
         return np.array(costs)
 
     def _beyond(self, tile: Tile, nearest: Sequence[tuple[int, float]]) -> float:
-        """The logarithm of a tile's seconds over the formula's, estimated from the nearest measured
+        """The estimated logarithm of a tile's time over the formula's, from the nearest measured
         products."""
         index = tile_index(tile, self.fp8)
         parts = np.log(tile.parts)
@@ -107,7 +107,7 @@ class Model:
         return total / weights
 
     def _library_beyond(self, nearest: Sequence[tuple[int, float]]) -> float:
-        """The same of torch's own product; infinite if it was measured for none of the nearest."""
+        """The same for torch's own product; infinite if none of the nearest products measured it."""
         measured = [
             (weight, self.beyond[place][-1][0][1])
             for place, weight in nearest
@@ -120,8 +120,8 @@ class Model:
 
 @functools.cache
 def record() -> dict[str, Any]:
-    """The contents of `linear.json`: where it was measured, how far the choices are from the best,
-    and the models."""
+    """The contents of `linear.json`: the environment of the measurements, the losses of the choices
+    against the best, and the models."""
     return dict(json.loads(MODEL.read_text(encoding="utf-8")))
 
 

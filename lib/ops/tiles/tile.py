@@ -4,8 +4,8 @@ import attrs
 
 from weft.errors import DescriptorError
 
-# The most tokens for which a kernel lets the next one be placed at once, and a product asks for
-# weights early.
+# Up to this many tokens, a kernel lets the next one be placed at once, and a product loads weights
+# early.
 FEW_TOKENS = 16
 
 
@@ -14,20 +14,21 @@ class Tile:
     """The part of a product that one program computes.
 
     Args:
-        rows: of the weights, a power of two.
-        tokens: of the activations, a power of two, at least 16. Below 64 the weights are the left
-            operand, since the tensor cores of sm_90 take at least 64 rows of it.
-        columns: at a time, a power of two; 128 in FP8.
-        warps: of a program.
+        rows: rows of the weights, a power of two.
+        tokens: tokens of the activations, a power of two, at least 16. Below 64 the weights are the
+            left operand, since the tensor cores of sm_90 take at least 64 rows of it.
+        columns: columns per step, a power of two; 128 in FP8.
+        warps: warps of a program.
         stages: tiles in flight.
-        parts: into which the columns are split, each with programs of its own; of a linear layer.
-        sort: whether the pairs are sorted by expert beforehand; of experts.
-        segments: into which a batch-invariant product splits the columns: each is summed by itself,
-            and their sums are added first to last, by one program, or by the next kernel where the
-            parts are as many.
-        ahead: the first tiles of columns, a power of two, or 0, whose weights a program asks for
-            together, and before the last kernel has ended if nothing writes them; of a linear layer
-            of few tokens.
+        parts: the number of parts into which a linear layer's columns are split, each with separate
+            programs.
+        sort: whether an expert product's pairs are sorted by expert beforehand.
+        segments: the number of segments into which a batch-invariant product splits the columns.
+            Each is summed by itself, and the sums are added first to last: by one program, or by
+            the next kernel if there are as many parts.
+        ahead: the number of first tiles of columns, a power of two or 0, whose weights a program
+            loads together, and, if nothing writes them, before the previous kernel has ended; for a
+            linear layer of few tokens.
     """
 
     rows: int
@@ -41,8 +42,8 @@ class Tile:
     ahead: int = 0
 
 
-# Up to this many tokens a tile is chosen for a small range of numbers; beyond, for all up to a
-# power of two.
+# Up to this many tokens, a tile is chosen for a small range of numbers of tokens; beyond, one tile
+# serves all numbers up to the next power of two.
 MANY_TOKENS = 2048
 
 
@@ -56,7 +57,7 @@ def power_of_two(n: int) -> int:
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up; a call of Triton's own takes microseconds on the host.
+    """a / b, rounded up; `triton.cdiv` takes microseconds on the host.
 
     >>> cdiv(5, 2)
     3
@@ -65,15 +66,16 @@ def cdiv(a: int, b: int) -> int:
 
 
 def segment_columns(columns: int, segments: int) -> int:
-    """The columns of a segment, a multiple of every tile's."""
+    """The columns of a segment, a multiple of the columns of every tile."""
     return cdiv(cdiv(columns, 128), segments) * 128
 
 
 def leaf_columns(columns: int, leaves: int, multiple: int = 1) -> int:
-    """The columns of each of the equal leaves of a product; 0 leaves: all of them.
+    """The columns of each of the equal leaves of a product; for 0 leaves, all columns.
 
     Raises:
-        DescriptorError: there are no such leaves, or they are no multiples.
+        DescriptorError: the columns cannot be cut into that many leaves of a multiple of `multiple`
+            columns.
     """
     if columns % (leaves * multiple if leaves > 1 else 1):
         instead = (
