@@ -14,7 +14,8 @@ from weft.ops.kernel_triton import begin, early, kernel
 from weft.ops.tiles.tile import cdiv
 
 _LAST_TOKEN, _DRAFT = tl.constexpr(LAST_TOKEN), tl.constexpr(DRAFT)
-# Tokens of a program; also the requests that it searches, and the pages that it copies, at a time.
+# The tokens of a program, the requests that it searches at a time, and the pages that it copies at
+# a time.
 _BLOCK = 128
 
 
@@ -70,7 +71,7 @@ def _resolve_kernel(
     LIMITED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program for each request, then one for each block of tokens."""
+    """The first programs serve one request each, the others one block of tokens each."""
     begin()
     if tl.program_id(0) < num_reqs:
         _resolve_request(
@@ -89,6 +90,7 @@ def _resolve_kernel(
     else:
         token = (tl.program_id(0) - num_reqs) * BLOCK + tl.arange(0, BLOCK)
         inside = token < num_tokens
+        # A token's owner is the number of requests that end at or before it.
         owner = tl.zeros([BLOCK], tl.int32)
         for base in range(0, num_reqs, BLOCK):
             request = base + tl.arange(0, BLOCK)

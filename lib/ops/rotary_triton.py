@@ -13,9 +13,9 @@ from weft.ops.products.blocks_triton import TRITON_DTYPES, clamp_to_fp8, load_su
 from weft.ops.products.parts import num_parts
 from weft.ops.tiles.tile import cdiv, power_of_two
 
-# Heads of a program.
+# The heads of a program.
 _HEADS = 8
-# Angles of a program.
+# The angles of a program.
 _ANGLES = 256
 
 
@@ -153,7 +153,7 @@ def _turn_kernel(
     BLOCK: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """EACH: every pair has its own positions."""
+    """With EACH, every pair has its own positions."""
     begin()
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count

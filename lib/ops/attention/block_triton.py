@@ -437,9 +437,8 @@ def _attend_tiles(
     WIDTH: tl.constexpr = KV_HEADS * DIM
     for start in range(lo, hi, KEYS):
         at = start + offsets
-        if (
-            KEYS % PAGE_SIZE == 0
-        ):  # a tile begins with a page, so that places in pages are the same for all tiles
+        # If a tile begins with a page, the places in pages are the same for all tiles.
+        if KEYS % PAGE_SIZE == 0:
             pages = table + start // PAGE_SIZE + offsets // PAGE_SIZE
             slot = offsets % PAGE_SIZE
         else:

@@ -1,4 +1,4 @@
-"""Copies of bytes, as data that an implementation executes in one launch."""
+"""A description of byte copies, which an implementation executes in one launch."""
 
 import attrs
 import torch
@@ -7,14 +7,15 @@ from torch import Tensor
 
 @attrs.frozen(eq=False)
 class Copies:
-    """Copies of bytes on one device: one side of a pair is fixed, each call gives the other.
+    """Copies of bytes on one device, in which one side of each pair is fixed and each call passes
+    the other.
 
     Args:
-        fixed: the fixed sides; each is dense, as `same_bytes` says, and keeps its address.
-        into_fixed: whether the fixed sides are written or read.
-        constants: (target, source) pairs with both sides fixed, which are copied too.
-        repeats: (tail, index, period): fill `tail`, which is fixed, with the last `period` bytes of
-            the tensor given for `fixed[index]`.
+        fixed: the fixed sides; each is dense, as `same_bytes` requires, and keeps its address.
+        into_fixed: whether the fixed sides are written (True) or read.
+        constants: further (target, source) pairs, with both sides fixed.
+        repeats: (tail, index, period): fill `tail`, which is fixed, with repetitions of the last
+            `period` bytes of the tensor that is passed for `fixed[index]`.
     """
 
     fixed: tuple[Tensor, ...]
@@ -30,7 +31,8 @@ class Copies:
         return self.constants[0][0].device
 
     def __getitem__(self, part: slice) -> "Copies":
-        """The copies of some of the fixed tensors; the first ones take the constants."""
+        """The copies of a slice of the fixed tensors; the slice that starts at 0 also has the
+        constants."""
         start, stop, _ = part.indices(len(self.fixed))
         repeats = tuple(
             (tail, i - start, period) for tail, i, period in self.repeats if start <= i < stop
@@ -65,7 +67,7 @@ def is_bytes(x: Tensor) -> bool:
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Whether copying one to the other is a copy of bytes."""
+    """Whether copying one tensor to the other is a plain copy of bytes."""
     return (
         (a.dtype, a.device, _steps(a)) == (b.dtype, b.device, _steps(b))
         and is_bytes(a)

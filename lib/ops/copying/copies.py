@@ -1,8 +1,8 @@
 """Copies between a graph's buffers and the tensors of its callers, all in one launch.
 
 On a CUDA device a Triton kernel copies bytes (`weft.ops.copying.copies_triton`), whatever the
-dtypes. Where it cannot run, and on the CPU, `torch._foreach_copy_` copies the tensors of one dtype
-together. `weft doctor` says which one runs, and why.
+dtypes. If it cannot run, and on the CPU, `torch._foreach_copy_` copies the tensors of one dtype
+together. `weft doctor` prints which of them runs, and why.
 """
 
 import functools
@@ -21,8 +21,8 @@ T = TypeVar("T")
 
 
 def no_kernel(device: torch.device, *, trial: bool = True) -> str | None:
-    """The reason why the kernel does not run on a CUDA device, or None if it does; without a trial,
-    None if it may."""
+    """Why the kernel does not run on a CUDA device, or None if it does; without a trial, None means
+    that it may run."""
     if triton_version() is None:
         return "triton cannot be imported"
     if trial:
@@ -35,11 +35,11 @@ def _tried(device: torch.device) -> str | None:
     # Imported here, so that a machine without triton can import weft.
     from weft.ops.copying.copies_triton import ARITIES, kernel_handle
 
+    # Whatever keeps triton from running a kernel, such as no compiler or an old driver, must not
+    # stop weft, which can copy without it.
     try:
         kernel_handle(device, ARITIES[0])
-    except (
-        Exception
-    ) as error:  # no compiler, an old driver: whatever keeps triton from running a kernel
+    except Exception as error:
         problem = (
             f"triton cannot run it: {type(error).__name__}: {str(error).strip().splitlines()[:1]}"
         )
@@ -49,7 +49,7 @@ def _tried(device: torch.device) -> str | None:
 
 
 def how_launched(device: torch.device) -> str:
-    """Whether the driver or Triton launches the kernel, on a CUDA device where it runs."""
+    """Whether the driver or Triton launches the kernel, on a CUDA device that runs it."""
     from weft.ops.copying.copies_triton import ARITIES, kernel_handle
 
     direct = kernel_handle(device, ARITIES[0]) is not None
@@ -64,15 +64,16 @@ def uses_kernel(device: torch.device) -> bool:
 
 
 def plan_copies_of_bytes(copies: Copies) -> Callable[[Sequence[Tensor]], None]:
-    """Plan copies by the kernel: one launch, or several for more tensors than a launch takes."""
+    """Plan copies by the kernel, in one launch, or in several if there are more tensors than one
+    launch takes."""
     return _on_device(_plan(copies), copies.device)
 
 
 def plan_clones(tensors: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], list[Tensor]]:
-    """Plan repeated clones of these tensors, which are dense and on one device, by the kernel.
+    """Plan repeated clones, by the kernel, of these tensors, which are dense and on one device.
 
-    Each clone has its own storage. As views of one storage, a result would keep all others alive,
-    and a caller who resizes or saves it would reach them.
+    Each clone has its own storage. If they were views of one storage, each would keep all others
+    alive, and a caller who resizes or saves one would affect them.
     """
     device = tensors[0].device
     empty = empty_strided_on(device)
@@ -109,6 +110,7 @@ def _on_device(
     fn: Callable[[Sequence[Tensor]], T], device: torch.device
 ) -> Callable[[Sequence[Tensor]], T]:
     """`fn` with `device` as the current device."""
+    # Entering `torch.cuda.device` takes time, so it is skipped if the device is current already.
     index, current = device.index, current_device()
 
     def run(counterparts: Sequence[Tensor]) -> T:

@@ -1,12 +1,12 @@
-"""Many copies in one launch, in Triton: the kernel moves bytes, so that it takes any mix of dtypes
-and sizes.
+"""Many copies in one launch, in Triton: the kernel moves bytes, so it takes any mix of dtypes and
+sizes.
 
-One side of each copy is fixed (a graph's buffer), the other is the caller's tensor, new in every
-call. A table on the device, written once, holds the fixed sides and the sizes; the addresses of the
-callers' tensors are arguments of the launch. Each program chooses the widest words that both
-addresses allow, so the host checks no alignment.
+One side of each copy is fixed (a graph's buffer); the other is the caller's tensor, which is new in
+every call. A table on the device, written once, holds the fixed sides and the sizes; the addresses
+of the callers' tensors are arguments of the launch. Each program chooses the widest words that both
+addresses allow, so the host need not check alignment.
 
-The driver's own call launches the kernel, from arguments that are packed in place: Triton's
+The driver's own call launches the kernel, with arguments that are packed in place: Triton's
 launcher takes some ten times as long. Import this module only where triton is installed. If
 TRITON_INTERPRET=1 was set before, it runs on CPU tensors.
 """
@@ -30,7 +30,7 @@ from weft.ops.copying.byte_copies import Copies
 from weft.ops.kernel_triton import kernel
 from weft.torchapi.private import current_stream_id, to_device
 
-# The most tensors of a launch, one kernel for each: the largest stays within the 4 KiB of a
+# The numbers of tensors for which a kernel is compiled. The largest stays within the 4 KiB of a
 # kernel's arguments.
 ARITIES = (8, 64, 448)
 
@@ -43,8 +43,8 @@ _SCRATCH = 4
 
 @triton.jit
 def _move(source, target, size, TYPE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy `size` bytes in words of `WIDTH`, which divides both addresses, and the rest byte by
-    byte."""
+    """Copy `size` bytes in words of `WIDTH` bytes, which must divide both addresses, and the rest
+    byte by byte."""
     reads = source.to(tl.pointer_type(TYPE))
     writes = target.to(tl.pointer_type(TYPE))
     span = tl.arange(0, BLOCK)
@@ -101,8 +101,8 @@ def _copy_kernel(counterparts, table, BLOCK: tl.constexpr):
 Launch = Callable[[Sequence[Tensor]], None]
 
 # The index of the caller's tensor, or -1; the address of the fixed side; the offset in the caller's
-# tensor, or with -1 the address that is read; the bytes; whether the fixed side is written; and the
-# bytes that repeat, or 0.
+# tensor, or for the index -1 the address that is read; the number of bytes; whether the fixed side
+# is written; and the number of bytes that repeat, or 0.
 _Row = tuple[int, int, int, int, int, int]
 
 
@@ -110,8 +110,9 @@ def plan_launch(copies: Copies) -> Launch:
     """Plan one launch for at most `ARITIES[-1]` tensors.
 
     Returns:
-        A function that copies between the fixed tensors and those that it is given, on the current
-        stream of their device, which must be the current one. Two threads must not call it at once.
+        A function that copies between the fixed tensors and the tensors that it is passed, on the
+        current stream of their device, which must be the current one. Two threads must not call it
+        at the same time, since calls share the packed arguments.
     """
     device = copies.device
     rows = table_rows(copies)
@@ -129,7 +130,7 @@ def _nothing(counterparts: Sequence[Tensor]) -> None:
 
 
 def table_rows(copies: Copies) -> list[_Row]:
-    """The rows of a launch's table; programs share large copies evenly."""
+    """The rows of a launch's table, one for each program; large copies are split evenly."""
     into = int(copies.into_fixed)
     plain = [(i, x.data_ptr(), 0, x.nbytes, into) for i, x in enumerate(copies.fixed)]
     plain += [
@@ -152,9 +153,9 @@ def table_rows(copies: Copies) -> list[_Row]:
 def _launch_by_triton(
     table: Tensor, arity: int, copies: Copies, counterparts: Sequence[Tensor]
 ) -> None:
-    """A launch by Triton's own launcher. It keeps the copies alive, whose addresses are in the
-    table."""
-    # Tensors that no row names may have any address.
+    """Launch by Triton's own launcher; the argument `copies` keeps the tensors alive whose addresses
+    are in the table."""
+    # Tensors that no row of the table names may have any address.
     addresses = [x.data_ptr() for x in counterparts] + [table.data_ptr()] * (
         arity - len(counterparts)
     )
@@ -162,7 +163,7 @@ def _launch_by_triton(
 
 
 def ask_for_kernels(device: torch.device, count: int) -> None:
-    """Ask for the kernels that copy up to so many tensors, inside
+    """Request the kernels that copy up to `count` tensors, inside
     `weft.ops.kernel_triton.compiling()`."""
     for before, arity in zip((0, *ARITIES), ARITIES, strict=False):
         if before < max(count, 1):
@@ -178,8 +179,8 @@ def _copy_nothing(launched: Any, device: torch.device, arity: int) -> Any:
 
 @functools.cache
 def kernel_handle(device: torch.device, arity: int) -> int | None:
-    """The driver's handle of the kernel that takes `arity` tensors, or None where this triton or
-    driver gives none.
+    """The driver's handle of the kernel for `arity` tensors, or None if this version of triton or of
+    the driver gives none.
 
     This relies on two things beyond Triton's public launch: the launch returns the compiled kernel,
     with the driver's handle as `function`, and the kernel's parameters are the arguments in order.
@@ -213,7 +214,8 @@ class _Config(ctypes.Structure):
 
 
 def launch_by_driver(handle: int, arity: int, table: Tensor, copies: Copies) -> Launch:
-    """A launch by `cuLaunchKernelEx`, with all arguments but the addresses and the stream prepared."""
+    """A launch by `cuLaunchKernelEx`, with all arguments prepared except the addresses and the
+    stream."""
     # The arguments in order: addresses, the table, and the pointers to scratch memory that Triton
     # may add, which this kernel does not use.
     values = (ctypes.c_uint64 * (arity + 1 + _SCRATCH))()

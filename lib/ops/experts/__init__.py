@@ -1,1 +1,1 @@
-"""A mixture of experts: the router's choice, and the products with the chosen experts."""
+"""A mixture of experts: the router's choice and the products with the chosen experts."""

@@ -33,34 +33,34 @@ def run_experts(
     num_experts: int | None = None,
     leaves: int = 0,
 ) -> Tensor:
-    """`weight * down(silu(gate(x)) * up(x))` of each token and each of its experts, still to be
-    added up.
+    """`weight * down(silu(gate(x)) * up(x))` for each token and each of its experts, not yet summed
+    over experts.
 
-    Products are in float32. The values between them are rounded to `dtype`, and in FP8 then
-    quantised, 128 columns of a token at a time.
+    Products are in float32. The values between the two products are rounded to `dtype`, and in FP8
+    then quantised, 128 columns of a token at a time.
 
-    The weights may be those of some of the experts, where other ranks hold the others: what a
-    token's expert elsewhere adds is 0 here, and costs no product.
+    `gate_up` and `down` may hold only some of the experts, if other ranks hold the rest: for an
+    expert that is elsewhere, the result here is 0 and costs no product.
 
     Args:
-        x: `[T, H]` of `dtype`, or quantised where the weights are.
-        gate_up: `[E, 2 * I, H]`: the gates' rows, then the ups'.
+        x: `[T, H]` of `dtype`, or quantised if `gate_up` and `down` are.
+        gate_up: `[E, 2 * I, H]`: the rows of the gate, then the rows of up.
         down: `[E, H, I]`.
         weights, experts: `[T, top_k]`, from `route`.
         gate_up_scale, down_scale: `[E, ceil(2 * I / 128), ceil(H / 128)]` and `[E, ceil(H / 128),
-            ceil(I / 128)]` float32, of weights in FP8; then I is a multiple of 128.
-        first: the expert, of all, that `gate_up[0]` and `down[0]` are of.
-        num_experts: all of them, from which `route` chose; None: E.
-        leaves: into which I is cut evenly on the way down (`weft.ops.products.leaves`), in FP8 at
-            multiples of 128; 0: not cut.
+            ceil(I / 128)]` float32, for `gate_up` and `down` in FP8; then I is a multiple of 128.
+        first: the number, among all experts, of the expert in `gate_up[0]` and `down[0]`.
+        num_experts: the number of all experts, from which `route` chose; None: E.
+        leaves: the number of equal leaves into which the product with `down` cuts I
+            (`weft.ops.products.leaves`), in FP8 at multiples of 128; 0: not cut.
 
     Returns:
         Parts (`weft.ops.products.parts`) `[top_k, T, H]` of `dtype`; or `[leaves * top_k, T, H]`
-        float32, those of a leaf one after another.
+        float32, with the parts of each leaf one after another.
 
     Raises:
-        DescriptorError: shapes contradict each other, only one of x and the two weights is in FP8,
-            or there are fewer experts in all; or I has no such leaves.
+        DescriptorError: shapes contradict each other, only some of x, `gate_up` and `down` are in
+            FP8, `num_experts` is too small, or I cannot be cut into these leaves.
     """
     values, scales = (x.values, x.scales) if isinstance(x, Quantized) else (x, None)
     (num_local_experts, doubled, hidden), (_, _, inner) = gate_up.shape, down.shape
@@ -115,8 +115,8 @@ def functional_run_experts(
     num_experts: int,
     leaves: int = 0,
 ) -> Tensor:
-    """`_run_experts` without a read on the host: every expert multiplies all tokens, and only those
-    that chose it keep the result."""
+    """`_run_experts` without a read on the host: every expert multiplies all tokens, and only the
+    tokens that chose it keep the result."""
     if scales is not None:
         in_fp8 = without_derivative("run_experts", ROUNDED, _run_experts.reference)
         operands = values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype

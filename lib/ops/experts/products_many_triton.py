@@ -1,11 +1,11 @@
 """The products of `weft::run_experts` with tiles of 64 pairs or more, in Triton.
 
 The tensor cores are the bound here. So tokens are the left operand, a program takes two blocks of
-the weights' rows, and the tensor memory accelerator (TMA) of sm_90 fetches these, which saves
+the weights' rows, and the tensor memory accelerator (TMA) of sm_90 fetches the weights, which saves
 registers and address arithmetic.
 
-Measured on an H200 at 2,048 tokens of Qwen3-30B-A3B in FP8: 177 and 118 us for the two products
-(582 and 437 TFLOP/s, padding not counted); 327 and 258 us by `weft.ops.experts.products_triton`.
+Measured on an H200 with 2,048 tokens of Qwen3-30B-A3B in FP8: 177 and 118 us for the two products
+(582 and 437 TFLOP/s, padding not counted); `weft.ops.experts.products_triton` takes 327 and 258 us.
 Import this module only where triton is installed.
 """
 
@@ -25,8 +25,8 @@ from weft.ops.tiles.tile import Tile, cdiv, leaf_columns
 
 @triton.jit
 def _step(acc, a, w, factor, scale, FP8: tl.constexpr):
-    """`acc` `[TOKENS, WIDTH]` plus a product over one block of columns; in FP8 times the scales of
-    tokens and block."""
+    """Add to `acc` `[TOKENS, WIDTH]` a product over one block of columns, which in FP8 is multiplied
+    by the scales of tokens and block."""
     if FP8:
         acc += tl.dot(a, tl.trans(w)) * (factor * tl.load(scale))[:, None]
     else:
@@ -36,7 +36,7 @@ def _step(acc, a, w, factor, scale, FP8: tl.constexpr):
 
 @triton.jit
 def _store_gated(gate, up, out, pair, live, first, inner, WIDTH: tl.constexpr, TYPE: tl.constexpr):
-    """`silu(gate) * up` to the pairs' rows, from column `first` on."""
+    """Store `silu(gate) * up` in the pairs' rows, from column `first` on."""
     column = first + tl.arange(0, WIDTH)
     result = gated(gate, up).to(TYPE)
     mask = live[:, None] & (column < inner)[None, :]
@@ -58,7 +58,7 @@ def _store_weighted(
     WIDTH: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """A block times the pairs' weights, each to its slot's part of the leaf."""
+    """Store a block times the pairs' weights, each in the part of its slot and leaf."""
     column = first + tl.arange(0, WIDTH)
     row = (leaf * TOP_K + pair % TOP_K).to(tl.int64) * tokens + pair // TOP_K
     mask = live[:, None] & (column < inner)[None, :]
@@ -88,10 +88,10 @@ def _many_kernel(
     COLUMNS: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """A tile of an expert's pairs with two blocks of its rows, over the `share` columns of a leaf:
-    gates and the ups with them, or neighbours.
+    """Multiply a tile of an expert's pairs with two blocks of its rows, over the `share` columns of
+    a leaf; the blocks are gates and the matching ups, or neighbours.
 
-    `weight` describes `[E * rows, columns]`; `inner` is the number of the result's columns. Rows
+    `weight` describes `[E * rows, columns]`; `inner` is the number of columns of the result. Rows
     past the expert's last one belong to another expert, and nothing is stored for them.
     """
     begin()
@@ -153,7 +153,7 @@ def _many_kernel(
 
 
 def takes(tile: Tile, weight: Tensor) -> bool:
-    """Whether `launch` takes a product with this tile."""
+    """Whether `launch` supports a product with this tile."""
     return tile.sort and tile.tokens >= 64 and weight.shape[-1] * weight.itemsize % LINE == 0
 
 
@@ -169,11 +169,11 @@ def launch(
     tile: Tile,
     leaves: int = 0,
 ) -> None:
-    """One product of sorted pairs: tokens with gates and ups if `weights` is None, else pairs with
-    the way down.
+    """One product of sorted pairs: tokens with gate and up if `weights` is None, otherwise pairs
+    with `down`.
 
     Args:
-        x, x_scales: quantised where the weights are.
+        x, x_scales: quantised if `weight` is.
     """
     (num_experts, height, columns), inner, width = weight.shape, out.shape[-1], tile.rows // 2
     rows = TensorDescriptor(

@@ -3,16 +3,17 @@ shapes alone.
 
 A pair is a token and one of its experts; pair p is slot `p % top_k` of token `p // top_k`.
 
-1. One token's pairs have an expert each, and a program takes one of them. Other pairs are sorted by
-   expert first (`weft.ops.experts.routing_triton`), each expert's padded to whole blocks; programs
-   for blocks that are not used end at once. In float32, and on GPUs without measurements, each
-   program finds the pairs of its expert where they are few, and takes them one tile at a time.
-2. `_expert_kernel` multiplies a tile of the expert's rows with its pairs: first gates and ups,
-   which become `silu(gate) * up`, then, in a second launch, the way down, weighted. It is made for
-   few tokens, where the bytes of the weights are the bound; for many tokens
-   `weft.ops.experts.products_many_triton` does the same.
+1. The pairs are assigned to programs. For a single token, each pair has a different expert, and a
+   program takes one pair. Otherwise pairs are sorted by expert first
+   (`weft.ops.experts.routing_triton`), and each expert's pairs are padded to whole blocks; programs
+   for unused blocks end at once. In float32, and on GPUs without measurements, each program finds
+   the pairs of its expert if they are few, and takes them one tile at a time.
+2. `_expert_kernel` multiplies a tile of the expert's rows with its pairs: first gate and up, which
+   become `silu(gate) * up`, then, in a second launch, the weighted product with `down`. It is made
+   for few tokens, where the bytes of the weights are the bound; for many tokens,
+   `weft.ops.experts.products_many_triton` computes the same.
 
-Sums over experts are left to the reader: each pair has a place of its own, so that nothing is added
+The next kernel sums over experts: each pair is stored in a separate place, so that nothing is added
 atomically and no result depends on the order of programs. Import this module only where triton is
 installed.
 """
@@ -48,8 +49,8 @@ def _store_gated(
     FP8_OUT: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """`silu(gate) * up` of a tile `[2 * WIDTH, TOKENS]`, gates above ups, to the pairs' rows; in
-    FP8 WIDTH is 128."""
+    """Store `silu(gate) * up` of a tile `[2 * WIDTH, TOKENS]`, gates above ups, in the pairs' rows;
+    in FP8 WIDTH is 128."""
     gate, up = tl.split(tl.permute(tl.reshape(acc, [2, WIDTH, TOKENS]), [1, 2, 0]))
     result = gated(gate, up).to(TYPE)
     column = tile * WIDTH + tl.arange(0, WIDTH)
@@ -81,7 +82,8 @@ def _store_weighted(
     WIDTH: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """A tile `[WIDTH, TOKENS]` times the pairs' weights, each to its slot's part of the leaf."""
+    """Store a tile `[WIDTH, TOKENS]` times the pairs' weights, each in the part of its slot and
+    leaf."""
     column = tile * WIDTH + tl.arange(0, WIDTH)
     by = tl.load(weights + pair, mask=live, other=0.0)
     place = (leaf * TOP_K + pair % TOP_K).to(tl.int64) * tokens + pair // TOP_K
@@ -93,8 +95,8 @@ def _store_weighted(
 
 @triton.jit
 def _rows(tile, inner, GATED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """The rows of the weights in a tile; in the first product half are gates, and half are the ups
-    with them."""
+    """The rows of the weights in a tile; in the first product, half of them are gates, and half the
+    matching ups."""
     which = tl.arange(0, ROWS)
     n = tl.minimum(tile * WIDTH + which % WIDTH, inner - 1)
     if GATED:
@@ -129,7 +131,7 @@ def _expert_tile(
     FP8_OUT: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """A tile of an expert's product with some pairs, stored."""
+    """Compute and store a tile of an expert's product with some pairs."""
     WIDTH: tl.constexpr = ROWS // 2 if GATED else ROWS
     height = 2 * inner if GATED else inner
     w = weight + expert.to(tl.int64) * height * columns
@@ -197,10 +199,11 @@ def _expert_kernel(
     PAIRS: tl.constexpr,
 ):
     """Multiply a tile of an expert's rows with its pairs, over the `share` columns of a leaf;
-    `inner` is the number of the result's columns.
+    `inner` is the number of columns of the result.
 
     With PAIRS > 1, a power of two no less than the number of pairs, each program finds its own
-    pairs. With PAIRS = 1, for one token, a program has the pair `program_id(0)`.
+    pairs. With PAIRS = 1, for one token, a program has the pair `program_id(0)`. With PAIRS = 0,
+    the pairs are sorted in `order` and `owners`.
     """
     begin()
     tokens = pairs // TOP_K
@@ -312,10 +315,11 @@ def run_experts(
     leaves: int = 0,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """`weft::run_experts`, batch invariant in any case: every tile adds up an expert's columns in
-    one order.
+    """`weft::run_experts`, which is always batch invariant, since every tile sums an expert's
+    columns in the same order.
 
-    An expert has as many pairs as where all are here, and so the same tiles.
+    Tiles are chosen by the number of all experts, so that they are the same if a rank holds only
+    some of them.
     """
     (tokens, top_k), (_, doubled, hidden) = experts.shape, gate_up.shape
     up_tile = expert_tile(tokens, top_k, doubled, hidden, num_experts, gate_up.itemsize)
@@ -355,8 +359,7 @@ def run_tiles(
     """`run_experts` with these tiles."""
     (tokens, top_k), (num_local_experts, _, hidden) = experts.shape, gate_up.shape
     with torch.cuda.device_of(values):
-        # No program writes the rows of a pair whose expert is elsewhere: these are 0 from the
-        # start.
+        # No program writes the rows of a pair whose expert is on another rank, so they start as 0.
         make = values.new_empty if num_local_experts == num_experts else values.new_zeros
         out = make(
             (max(leaves, 1) * top_k, tokens, hidden), dtype=torch.float32 if leaves else dtype
@@ -379,7 +382,7 @@ def run_tiles(
             aligned = None
         elif aligned is None or down_tile.tokens != up_tile.tokens:
             aligned = align(experts, num_local_experts, down_tile.tokens, first)
-        # With many pairs in a tile, each is quantised once here, instead of in every program that
+        # With many pairs in a tile, quantise each once here, rather than in every program that
         # reads it.
         if scales is not None and middle_scales is None and down_tile.tokens >= 64:
             middle, middle_scales = quantize(middle)
@@ -410,8 +413,8 @@ def launch_gate_up(
     tile: Tile,
     first: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """`silu(gate) * up` of all pairs with the experts from `first` on; quantised, with scales, if a
-    tile holds a whole block of columns."""
+    """`silu(gate) * up` for all pairs with the experts from `first` on; quantised, with scales, if a
+    tile contains a whole block of columns."""
     inner = weight.shape[1] // 2
     pairs = experts.numel()
     fp8_out = (
@@ -436,8 +439,8 @@ def launch_down(
     first: int = 0,
     leaves: int = 0,
 ) -> None:
-    """The way down of all pairs with the experts from `first` on, weighted, into the parts `out`,
-    those of each leaf one after another."""
+    """Write the weighted product with `down`, for all pairs with the experts from `first` on, to the
+    parts `out`, with the parts of each leaf one after another."""
     _launch(
         x,
         x_scales,
@@ -470,7 +473,8 @@ def _launch(
     first: int,
     leaves: int = 0,
 ) -> None:
-    """One product: tokens with gates and ups if `weights` is None, else pairs with the way down."""
+    """One product: of tokens with gate and up if `weights` is None, otherwise of pairs with
+    `down`."""
     if products_many_triton.takes(tile, weight):
         assert aligned is not None, "a tile that sorts"
         products_many_triton.launch(

@@ -16,12 +16,12 @@ def _empty_choice(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 def route(
     logits: Tensor, top_k: int, renormalize: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The `top_k` experts of each token by softmax(logits), best first; among equals the first.
+    """The `top_k` experts of each token by softmax(logits), best first; ties go to the lower index.
 
     Args:
         logits: `[T, E]`, or float32 parts of it `[S, T, E]`.
         renormalize: whether the weights are divided by their sum.
-        dtype: the sum of the parts is rounded to it; everything after is in float32.
+        dtype: the dtype to which the sum of the parts is rounded; everything after is in float32.
 
     Returns:
         Weights `[T, top_k]` float32 and experts `[T, top_k]` int32.

@@ -1,9 +1,9 @@
 """The CUDA implementation of `weft::route`, in Triton, and the search for the pairs of each expert.
 
-`weft::route` is one kernel, a program a token: softmax, top-k and division. A pair is a token and
-one of its experts; pair p is slot `p % top_k` of token `p // top_k`. The products with the experts
-need each expert's pairs: these are sorted beforehand (`align`), or each program finds its own
-(`find_expert`, `scan`).
+`weft::route` is one kernel with a program per token: softmax, top-k and division. A pair is a token
+and one of its experts; pair p is slot `p % top_k` of token `p // top_k`. The products with the
+experts need each expert's pairs: either the pairs are sorted beforehand (`align`), or each program
+finds its own (`find_expert`, `scan`).
 
 Import this module only where triton is installed.
 """
@@ -22,9 +22,9 @@ from weft.ops.products.blocks_triton import TRITON_DTYPES, load_sum
 from weft.ops.products.parts import num_parts
 from weft.ops.tiles.tile import power_of_two
 
-# By the largest number of pairs: the pairs that `_align_kernel` reads at a time, and its warps.
+# Up to each number of pairs, how many of them `_align_kernel` reads at a time, and its warps.
 _CHUNKS = {512: (512, 4), 4096: (1024, 4)}
-# The same for more pairs.
+# The same for larger numbers of pairs.
 _MANY = (4096, 16)
 
 
@@ -65,7 +65,7 @@ def _route_kernel(
     if RENORMALIZE:
         total = tl.sum(powers, 0)
     tl.store(weights + token * TOP_K + slot, powers / total, mask=slot < TOP_K)
-    # In range even where a logit is NaN.
+    # Stay in range even if a logit is NaN.
     tl.store(experts + token * TOP_K + slot, tl.minimum(chosen, num_experts - 1), mask=slot < TOP_K)
 
 
@@ -111,10 +111,10 @@ def _align_kernel(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Write expert e's pairs, in ascending order, to its blocks of `order`, then -1; and e to these
-    blocks' `owners`.
+    """Write expert e's pairs, in ascending order and padded with -1, to its blocks of `order`, and e
+    to `owners` of these blocks.
 
-    Experts are counted from `first_expert` on, and pairs of others are in no block. The program
+    Experts are counted from `first_expert` on; pairs of other experts are in no block. The program
     after the last expert marks the unused blocks with -1.
     """
     begin()
@@ -129,7 +129,7 @@ def _align_kernel(
             - first_expert
         )
         ids = tl.where((ids >= 0) & (ids < num_local_experts), ids, num_local_experts)
-        # Lanes past the end count as expert 0's.
+        # Lanes past the end were loaded as expert 0: subtract them.
         counts += tl.histogram(ids, BINS) - tl.where(
             bins == 0, tl.maximum(start + CHUNK - pairs, 0), 0
         )
@@ -155,9 +155,9 @@ def _align_kernel(
 def find_expert(experts, first_expert, pairs, num_experts, PAIRS: tl.constexpr):
     """This program's expert, counted from `first_expert` on, and the number of its pairs.
 
-    With fewer pairs than experts it is the expert of pair `program_id(0)`, and the number is 0
-    unless that pair is the expert's first, and the expert one of the `num_experts`. Otherwise it is
-    the expert `program_id(0)`.
+    If there are fewer pairs than experts, this is the expert of pair `program_id(0)`, and the
+    number is 0 unless that pair is the expert's first and the expert is one of the `num_experts`.
+    Otherwise it is the expert `program_id(0)`.
     """
     pair = tl.arange(0, PAIRS)
     ids = tl.load(experts + pair, mask=pair < pairs, other=-1)
@@ -177,7 +177,7 @@ def find_expert(experts, first_expert, pairs, num_experts, PAIRS: tl.constexpr):
 
 @triton.jit
 def scan(experts, expert, pairs, start, PAIRS: tl.constexpr, TOKENS: tl.constexpr):
-    """TOKENS pairs of the expert from number `start` on, and which of them exist."""
+    """TOKENS pairs of the expert, starting at its pair number `start`, and which of them exist."""
     pair = tl.arange(0, PAIRS)
     mine = tl.load(experts + pair, mask=pair < pairs, other=-1) == expert
     rank = tl.cumsum(mine.to(tl.int32), 0) - 1 - start
@@ -187,16 +187,18 @@ def scan(experts, expert, pairs, start, PAIRS: tl.constexpr, TOKENS: tl.constexp
 
 @attrs.frozen(eq=False)
 class Aligned:
-    """Pairs sorted by expert, in blocks: `order` `[blocks * block]`, and the expert of each block,
-    or -1."""
+    """Pairs sorted by expert, in blocks: `order` `[blocks * block]`, and in `owners` the expert of
+    each block, or -1."""
 
     order: Tensor
     owners: Tensor
 
 
 def align(experts: Tensor, num_experts: int, block: int, first: int = 0) -> Aligned:
-    """Sort the pairs of `experts` `[T, top_k]` with the `num_experts` from `first` on, without a
-    host read; the tensors have room for the worst case."""
+    """Sort the pairs of `experts` `[T, top_k]` that chose one of the `num_experts` from `first` on.
+
+    Nothing is read on the host, so the tensors have room for the worst case.
+    """
     pairs = experts.numel()
     blocks = pairs // block + min(pairs, num_experts)
     order = experts.new_empty(blocks * block)

@@ -1,5 +1,5 @@
-"""Functions that several Triton kernels share: sums of parts, blocks of 128 columns in FP8, and the
-product loop.
+"""Functions that several Triton kernels share: sums of parts, FP8 blocks of 128 columns, and the
+loop of a product.
 
 Import this module only where triton is installed. If TRITON_INTERPRET=1 was set before, kernels run
 on CPU tensors, for tests; not in bfloat16, whose products Triton's interpreter computes wrongly
@@ -25,7 +25,8 @@ TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfl
 
 @triton.jit
 def load_sum(x, offsets, mask, stride, PARTS: tl.constexpr, TYPE: tl.constexpr):
-    """The sum of the parts at `offsets`, rounded to TYPE, in float32; 0 parts: x is the sum."""
+    """The sum of the parts at `offsets`, rounded to TYPE and returned in float32; with 0 parts, x is
+    the finished sum."""
     total = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
     for i in tl.static_range(1, PARTS):
         total += tl.load(x + i * tl.cast(stride, tl.int64) + offsets, mask=mask, other=0.0).to(
@@ -36,9 +37,11 @@ def load_sum(x, offsets, mask, stride, PARTS: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def grouped(place, row_tiles, token_tiles, GROUP: tl.constexpr):
-    """The tile of rows and that of tokens of the program `place`. GROUP tiles of tokens are
-    multiplied with a tile of weights one after another: programs that run at the same time share
-    tiles of both, which stay in the cache."""
+    """The tile of rows and the tile of tokens of the program `place`.
+
+    Each tile of weights is multiplied with GROUP tiles of tokens before the next one. So programs
+    that run at the same time share tiles of both, which stay in the cache.
+    """
     first = place // (GROUP * row_tiles) * GROUP
     size = tl.minimum(token_tiles - first, GROUP)
     place = place % (GROUP * row_tiles)
@@ -53,7 +56,7 @@ def gated(gate, up):
 
 @triton.jit
 def to_fp8(x):
-    """float8_e4m3fn of float32 values in its range, rounded to nearest, ties to even."""
+    """Convert float32 values in range to float8_e4m3fn, rounded to nearest, ties to even."""
     # The interpreter rounds ties and subnormals to FP8 wrongly:
     # https://github.com/triton-lang/triton/pull/11897
     if INTERPRETED:
@@ -69,15 +72,17 @@ def to_fp8(x):
 
 @triton.jit
 def clamp_to_fp8(x):
-    """float8_e4m3fn of values, those beyond its range as its largest."""
+    """Convert values to float8_e4m3fn, with those beyond its range clamped to it."""
     wide = x.to(tl.float32)
     clamped = tl.minimum(tl.maximum(wide, -_MOST), _MOST)
+    # Keep NaN, which the minimum and maximum would replace.
     return to_fp8(tl.where(wide == wide, clamped, wide))
 
 
 @triton.jit
 def quantize_rows(x):
-    """FP8 values and scales `[R]` of float32 rows `[R, 128]`."""
+    """FP8 values and scales `[R]` of float32 rows `[R, 128]`, as `reference_quantize` defines
+    them."""
     most = tl.maximum(tl.max(tl.abs(x), 1), _LEAST)
     largest = tl.full(most.shape, _MOST, tl.float32)
     scaled = x * tl.div_rn(largest, most)[:, None]
@@ -102,9 +107,9 @@ def _multiply_first(
     TILES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The product `[rows, tokens]` over the first tiles of columns of low:high, all of whose
-    weights are asked for before the activations are."""
-    # One tile in bfloat16. In FP8 each has a scale of its own.
+    """The product `[rows, tokens]` over the first tiles of columns of low:high, whose weights are
+    all loaded before the activations."""
+    # In bfloat16 the tiles are one wide tile. In FP8 they stay separate, since each has a scale.
     WIDTH: tl.constexpr = COLUMNS if FP8 else TILES * COLUMNS
     COUNT: tl.constexpr = TILES if FP8 else 1
     step = low + tl.arange(0, WIDTH)
@@ -126,7 +131,7 @@ def _multiply_first(
     if FP8:
         blocks = tl.cdiv(columns, 128)
         for i in tl.static_range(COUNT):
-            # Past the last, values and weights are 0
+            # Past the last block, values and weights are 0, so any scale will do.
             block = tl.minimum(low // 128 + i, blocks - 1)
             factor = tl.load(x_scales + token.to(tl.int64) * blocks + block, mask=live, other=0.0)
             by_row = tl.load(scale + row // 128 * blocks + block)
@@ -161,18 +166,20 @@ def multiply(
 ):
     """The product of weights and activations over the columns low:high, in float32.
 
-    The result is `[rows, tokens]` with SWAP, else `[tokens, rows]`.
+    The result is `[rows, tokens]` with SWAP, otherwise `[tokens, rows]`.
 
     Args:
         x: the activations, `[…, columns]`.
-        x_scales: their scales in FP8; not read with QUANTIZE, which quantises the activations here.
-        token, live: which rows of the activations, and whether they count.
-        weight: `[…, columns]` of this expert; holds all of `row`.
+        x_scales: the FP8 scales of the activations; not read with QUANTIZE, which quantises them
+            here.
+        token, live: the rows of the activations, and whether each of them counts.
+        weight: `[…, columns]` of this expert, which contains all of `row`.
         scale: the scales of this expert's weights, one for every 128 by 128.
-        row: which rows of the weights.
-        AHEAD: the first tiles of columns, whose weights are asked for together; only with SWAP.
-        ALL: there are no other tiles.
-        EARLY: begin once they are asked for, because nothing writes the weights.
+        row: the rows of the weights.
+        AHEAD: the number of first tiles of columns whose weights are loaded together; only with
+            SWAP.
+        ALL: there are no further tiles.
+        EARLY: call `begin` only after loading these weights, since nothing writes them.
     """
     if AHEAD:
         first = _multiply_first(

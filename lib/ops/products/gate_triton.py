@@ -16,7 +16,7 @@ from weft.ops.products.fp8 import ceil_blocks
 from weft.ops.products.parts import num_parts
 from weft.ops.tiles.tile import cdiv, power_of_two
 
-# The most blocks of 128 columns that a program takes.
+# The most blocks of 128 columns of a program.
 _MOST_GROUPS = 8
 
 
@@ -64,7 +64,7 @@ def silu_mul_quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _run(x: Tensor, dtype: torch.dtype, quantized: bool) -> tuple[Tensor, Tensor]:
-    """The result and its scales; the result twice if it is not quantised."""
+    """The result and its scales, or the result twice if it is not quantised."""
     x, tokens, inner = x.contiguous(), x.shape[-2], x.shape[-1] // 2
     out = x.new_empty((tokens, inner), dtype=torch.float8_e4m3fn if quantized else dtype)
     scales = x.new_empty((tokens, ceil_blocks(inner)), dtype=torch.float32) if quantized else out

@@ -1,14 +1,14 @@
-"""`weft::swiglu` for many tokens, in Triton: the tensor cores are the bound, and the gate is the
-product's end.
+"""`weft::swiglu` for many tokens, in Triton: the product is limited by the tensor cores, and ends
+with the gate.
 
-The tensor memory accelerator (TMA) of sm_90 fetches both operands, and writes the result. A program
-takes as many rows of the gate as of up, which one description of the weights as `[2, I, K]` has
-side by side. So each step is one product of 128 by 256, and a thread has the gate and the up of the
+The tensor memory accelerator (TMA) of sm_90 fetches both operands and writes the result. A program
+takes equally many rows of the gate and of up: one tensor descriptor, of the weights as `[2, I, K]`,
+loads both. So each step is one product of 128 by 256, and a thread holds the gate and the up of the
 same column.
 
-Measured on an H100 under its power cap, 8,192 tokens: 2.92 ms for a gate and up of 28,672x4,096,
-and 4.39 ms for 34,816x5,120, where torch's product and a kernel for the gate take 3.03 and 4.53 ms.
-Import this module only where triton is installed.
+Measured on an H100 under its power cap with 8,192 tokens: 2.92 ms for gate and up of 28,672x4,096,
+and 4.39 ms for 34,816x5,120; torch's product and a separate kernel for the gate take 3.03 and
+4.53 ms. Import this module only where triton is installed.
 """
 
 # Triton's decorators have no types, and neither have the pointers that a kernel takes.
@@ -23,7 +23,7 @@ from weft.ops.kernel_triton import LINE, begin, early, kernel, release
 from weft.ops.products.blocks_triton import gated, grouped
 from weft.ops.tiles.tile import Tile, cdiv
 
-# Tiles of tokens that are multiplied with a tile of weights one after another.
+# The tiles of tokens that are multiplied with one tile of weights before the next.
 _GROUP = 16
 
 
@@ -43,7 +43,7 @@ def _gated_many_kernel(
     GROUP: tl.constexpr,
 ):
     begin()
-    # A way around the loop would make ptxas wait for each product before the next
+    # If the loop could be skipped, ptxas would wait for each product before the next.
     tl.assume(columns > 0)
     row_tile, token_tile = grouped(
         tl.program_id(0), tl.cdiv(inner, WIDTH), tl.cdiv(tokens, TOKENS), GROUP
@@ -67,7 +67,7 @@ def _gated_many_kernel(
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether `swiglu_many` takes such tensors on this GPU."""
+    """Whether `swiglu_many` supports these tensors on this GPU: TMA needs aligned rows."""
     aligned = all(one.data_ptr() % LINE == 0 and one.is_contiguous() for one in (x, weight))
     rows_aligned = x.shape[1] * x.itemsize % LINE == weight.shape[0] // 2 * x.itemsize % LINE == 0
     return (
@@ -78,7 +78,7 @@ def takes(x: Tensor, weight: Tensor) -> bool:
 
 
 def swiglu_many(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:
-    """`weft::swiglu` with this tile, whose rows are as many of the gate as of up."""
+    """`weft::swiglu` with this tile, half of whose rows are of the gate and half of up."""
     (tokens, columns), inner = x.shape, len(weight) // 2
     width = tile.rows // 2
     out = x.new_empty(tokens, inner)

@@ -13,7 +13,7 @@ from weft.ops.kernel_triton import begin, early, kernel, release
 from weft.ops.products.blocks_triton import load_sum
 from weft.ops.tiles.tile import cdiv
 
-# Elements of a program.
+# The elements of a program.
 _BLOCK = 1024
 
 
@@ -21,7 +21,7 @@ _BLOCK = 1024
 def _tree(
     x, offsets, inside, stride, PARTS: tl.constexpr, FIRST: tl.constexpr, LEAVES: tl.constexpr
 ):
-    """The sum of the LEAVES leaves from FIRST on."""
+    """The sum of LEAVES leaves, starting at FIRST, as a balanced tree."""
     if LEAVES == 1:
         first = x + FIRST * PARTS * tl.cast(stride, tl.int64)
         return load_sum(first, offsets, inside, stride, PARTS, tl.float32)

@@ -26,21 +26,21 @@ from weft.torchapi.scaled_mm import scaled_mm
 
 # The tile of batch-invariant products in float32.
 _WIDE = Tile(64, 64, 32, 4, 2)
-# Tiles of tokens that are multiplied with a tile of weights one after another.
+# The tiles of tokens that are multiplied with one tile of weights before the next.
 _GROUP = 8
-# The numbers of tokens for which torch's product may take the kernel's place in a batch-invariant
-# one.
+# The block sizes, in tokens, for which torch's product may replace the kernel in a batch-invariant
+# product.
 _BLOCKS = 4096, 2048, 1024, 512, 256
-# Elements of such weights.
+# The fewest elements of a weight for which torch's product may replace the kernel.
 _LARGE = 2**24
-# The most elements of a block's product, which is in memory in float32 too.
+# The most elements of a block's product, which is also held in float32.
 _MOST = 2**27
-# Bytes. cuBLAS may choose another algorithm for tensors that are aligned to fewer.
+# In bytes. cuBLAS may choose another algorithm for less aligned tensors.
 _ALIGNED = 256
-# Output columns in which another order of sums must show for a weight to tell it from the kernel's.
+# A trial is conclusive if another order of sums changes at least this many output columns.
 _TELLING = 8
-# Whether it had the kernel's bits, by the shapes and all else that its order of sums could depend
-# on.
+# Whether torch's product had the kernel's bits, by everything on which its order of sums could
+# depend.
 _AGREED: dict[Any, bool] = {}
 
 
@@ -71,7 +71,7 @@ def _linear_kernel(
     GATED: tl.constexpr,
 ):
     if EARLY:
-        release()  # the first tiles are asked for before it begins
+        release()  # `multiply` calls `begin` after it has loaded the first weights
     else:
         begin(AHEAD > 0)
     row_tile = tl.program_id(0)
@@ -112,7 +112,7 @@ def _linear_kernel(
         ALL,
         EARLY,
     )
-    if BIAS:  # added to the first part
+    if BIAS:  # only the first part includes it
         add = tl.load(bias + n, mask=n < rows, other=0.0).to(tl.float32) * (part == 0)
         acc += add[:, None] if SWAP else add[None, :]
     for _ in tl.static_range(1, SEGMENTS):
@@ -158,8 +158,8 @@ def _linear_kernel(
 def _gate_rows(
     acc, ROWS: tl.constexpr, TOKENS: tl.constexpr, SWAP: tl.constexpr, TYPE: tl.constexpr
 ):
-    """`silu(gate) * up`, each rounded to TYPE, in float32, of a product whose rows are 8 of the
-    gate, 8 of up, 8 of the gate, and so on; half as many rows."""
+    """`silu(gate) * up` in float32, with half as many rows, of a product whose rows alternate: 8 of
+    the gate, 8 of up, and so on; both are rounded to TYPE first."""
     HALF: tl.constexpr = ROWS // 2
     if SWAP:
         pairs = tl.permute(tl.reshape(acc, (ROWS // 16, 2, 8, TOKENS)), (0, 2, 3, 1))
@@ -211,14 +211,17 @@ def swiglu(x: Tensor, weight: Tensor, bias: Tensor | None, batch_invariant: bool
 
 
 def _is_large(weight: Tensor) -> bool:
-    """Whether torch's product is faster, though it takes several launches."""
+    """Whether the weight is so large that torch's product is faster, although it takes several
+    launches."""
     return weight.itemsize == 2 and weight.numel() >= _LARGE
 
 
 def _in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:
-    """A batch-invariant product of many tokens, in blocks of a few sizes: by torch's product where
-    that was seen to give the same bits as the kernel, and by the kernel otherwise. So what was seen
-    decides the time alone."""
+    """A batch-invariant product of many tokens, in blocks of a few sizes.
+
+    A block uses torch's product if a trial has shown that it gives the same bits as the kernel, and
+    the kernel otherwise. So trials affect the time, but never the result.
+    """
     out = x.new_empty(len(x), len(weight))
     start = 0
     sizes = (
@@ -239,8 +242,8 @@ def _in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Te
 
 
 def _may_stand_in(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether torch chooses its product by what `_agrees` knows: not with float16 sums, TunableOp
-    or autocast, nor for tensors that are aligned otherwise than those of a trial."""
+    """Whether the key of `_agrees` covers everything by which torch chooses its product. It does not
+    with float16 sums, TunableOp or autocast, nor for tensors less aligned than those of a trial."""
     is_other = torch.backends.cuda.matmul.allow_fp16_accumulation or torch.cuda.tunable.is_enabled()
     aligned = all(
         tensor is None or tensor.data_ptr() % _ALIGNED == 0 for tensor in (x, weight, bias)
@@ -249,11 +252,13 @@ def _may_stand_in(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _agrees(size: int, x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> bool:
-    """Whether torch's product of a block of this many tokens has the bits of the kernel's. It is
-    tried once for each shape with random tokens, and not while a graph is captured. (While kernels
-    are compiled ahead, a trial only asks for its own.) A weight that cannot tell, such as one of
-    zeros, whose sum is the same in any order, is not tried again, and leaves it to the next one of
-    its shape."""
+    """Whether torch's product of a block of this many tokens gives the kernel's bits.
+
+    A trial with random tokens is made once for each shape, but not while a graph is captured.
+    (While kernels are compiled ahead, a trial only requests its kernels.) Some weights cannot tell
+    orders of sums apart, such as zeros, whose sum is the same in any order. Such a weight is not
+    tried again, and the next weight of its shape is tried instead.
+    """
     matmul = torch.backends.cuda.matmul
     settings = (
         matmul.allow_bf16_reduced_precision_reduction,
@@ -282,10 +287,11 @@ def _agrees(size: int, x: Tensor, weight: Tensor, bias: Tensor | None, tile: Til
             torch.equal(run_tile(t, None, weight, None, bias, x.dtype, tile), block)
             for t, block in pairs
         )
+        # The trial is conclusive only if one more segment, another order of sums, changes the bits.
         other = attrs.evolve(tile, segments=tile.segments + 1)
         last = run_tile(tokens[-_BLOCKS[-1] :], None, weight, None, bias, x.dtype, other)
         tells = int((last != product[-_BLOCKS[-1] :]).any(0).sum()) >= _TELLING
-        if not is_asking():  # what is compared has been computed
+        if not is_asking():  # otherwise no product was computed, and the comparison means nothing
             _AGREED[key if tells else alone] = same and tells
     return _AGREED.get(key, False)
 
@@ -293,7 +299,7 @@ def _agrees(size: int, x: Tensor, weight: Tensor, bias: Tensor | None, tile: Til
 def _multiply_segments(
     x: Tensor, weight: Tensor, bias: Tensor | None, segments: int, out: Tensor
 ) -> None:
-    """Write torch's product to `out`; several segments are added up in float32, first to last."""
+    """Write torch's product to `out`; several segments are added in float32, first to last."""
     if segments == 1:
         torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(
             bias, x, weight.t(), out=out
@@ -332,8 +338,11 @@ def fp8_linear(
 def _scaled_mm(
     values: Tensor, scales: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """torch's product in blocks, which is cuBLASLt's, in bfloat16. It takes a multiple of four
-    tokens, their scales by columns, and the scales of the weights by columns, padded to four."""
+    """torch's blockwise product in bfloat16, by cuBLASLt.
+
+    It requires a multiple of four tokens, the scales of tokens in column-major order, and the
+    scales of the weights padded to a multiple of four columns.
+    """
     tokens = len(values)
     missing = -len(values) % 4
     if missing:
@@ -358,9 +367,11 @@ def run_tile(
     leaves: int = 0,
     gate: bool = False,
 ) -> Tensor:
-    """A linear layer with this tile, in FP8 if the weights and x have scales; its parts are leaves,
-    if there are some. With `gate` its first half of rows is the gate of the second, and the tile
-    has one part."""
+    """A linear layer with this tile, in FP8 if the weights and x have scales.
+
+    With `leaves`, the parts of the result are leaves. With `gate`, the first half of the rows gates
+    the second, and the tile has one part.
+    """
     weight = weight.contiguous()
     bias = None if bias is None else bias.contiguous()
     (tokens, columns), rows, fp8 = x.shape, weight.shape[0], scale is not None

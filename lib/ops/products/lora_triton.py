@@ -1,8 +1,8 @@
-"""The CUDA implementation of `weft::add_lora`, in Triton: one kernel for `a`, one for `b`, for any
-tokens of any slots.
+"""The CUDA implementation of `weft::add_lora`, in Triton: one kernel for `a` and one for `b`, for
+any mix of slots.
 
-A program takes a block of tokens in the order of the batch, and leaves out those of other slots.
-Each result has one writer, and sums have one order, so that a token's result does not depend on the
+A program takes a block of tokens in the order of the batch, and masks tokens of other slots. Each
+result has one writer, and sums have a fixed order, so that a token's result does not depend on the
 rest of the batch. Import this module only where triton is installed.
 """
 
@@ -23,10 +23,10 @@ from weft.ops.tiles.tile import cdiv, leaf_columns, power_of_two
 _TOKENS = 16
 _ROWS = 64
 _COLUMNS = 128
-# The most ranks in a block; a larger rank takes several steps.
+# The largest adapter rank in a block; a larger rank takes several steps.
 _MOST_RANK = 64
-# The most columns of x that a program multiplies. Several programs share more; the second kernel
-# adds their sums.
+# The most columns of x that a program multiplies. Several programs share a wider x, and the second
+# kernel adds their sums.
 _SHARE = 1024
 
 
@@ -130,7 +130,7 @@ def add_lora(
     leaves: int = 0,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """`weft::add_lora`, which is batch invariant in any case."""
+    """`weft::add_lora`, which is always batch invariant."""
     (tokens, columns), (_, pairs, rank, _), rows = x.shape, a.shape, b.shape[1]
     assert pairs <= 3, "no more linear layers than three are one product"
     out = (

@@ -1,2 +1,2 @@
-"""Transfers between ranks: operators that a graph can repeat, and kernels that store into another
+"""Transfers between ranks: operators that a graph can replay, and kernels that store into another
 GPU's memory."""

@@ -2,9 +2,9 @@
 `reduce_scatter`, `all_to_all`, `ppermute`. They run inside a function that `weft.shard` calls, once
 on each rank.
 
-The operator `weft::collective` has the effect as a text, so that a listing says what it does. A
-`Member` executes it: a rank among the others, for which a number stands, because an operator takes
-no objects (`weft.ops.transfers.transfer`).
+The operator `weft::collective` takes the effect as text, so that a listing of a program shows it. A
+`Member`, this rank's part in the group, executes it. Operators cannot take objects, so a number
+stands for the member (`weft.ops.transfers.transfer`).
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from weft.torchapi.private import in_functorch_transform
 
 
 class Member(Protocol):
-    """A rank among the others, which takes part in collectives."""
+    """A rank that takes part in collectives with other ranks."""
 
     def perform(self, effect: Collective, x: Tensor, /) -> Tensor:
         """This rank's result of a collective, in new memory."""
@@ -47,13 +47,13 @@ class Member(Protocol):
 
 @attrs.frozen
 class Place:
-    """The rank that runs a function now.
+    """The rank on which a function runs.
 
     Args:
-        mesh: the ranks.
-        rank: this one.
-        number: of its `Member` (`weft.ops.transfers.transfer.register`); -1 in a trace, which
-            executes nothing.
+        mesh: the mesh of ranks.
+        rank: this rank.
+        number: the number of its `Member` (`weft.ops.transfers.transfer.register`); -1 in a trace,
+            which executes nothing.
         differentiated: whether the trace will be differentiated.
     """
 
@@ -68,7 +68,7 @@ _PLACE: ContextVar[Place | None] = ContextVar("weft.place", default=None)
 
 @contextmanager
 def placed(place: Place) -> Iterator[None]:
-    """Run what is inside on a rank of a mesh."""
+    """A context whose code runs on a rank of a mesh."""
     token = _PLACE.set(place)
     try:
         yield
@@ -76,25 +76,26 @@ def placed(place: Place) -> Iterator[None]:
         _PLACE.reset(token)
 
 
-# The rank that runs a function now; None: no rank of a mesh does. A captured call depends on it.
+# The rank on which the current function runs, or None outside a mesh. A captured call depends on it.
 current_place: Callable[[], Place | None] = _PLACE.get
 
 
 def others_wait() -> bool:
-    """Whether other ranks take part in the collectives of this one, and would wait for those that
-    it leaves out."""
+    """Whether other ranks take part in this rank's collectives, and would wait for any that it
+    skips."""
     place = current_place()
     return place is not None and place.mesh.num_ranks > 1
 
 
 def all_reduce(x: Tensor, axis: str, *, reduce_op: str = "sum") -> Tensor:
-    """The sum of the tensors of all ranks along an axis of the mesh, on each of them: JAX's `psum`.
+    """The sum of the tensors of all ranks along an axis of the mesh, on each of them, like JAX's
+    `psum`.
 
     Args:
-        x: of one shape and dtype on all ranks. A sum is made in that dtype, or in float32 for
-            16-bit values, as a balanced tree over the ranks in their order: `(x0 + x1) + (x2 +
-            x3)`.
-        axis: of the mesh.
+        x: a tensor of the same shape and dtype on all ranks. The sum is computed in that dtype, or
+            in float32 for 16-bit values, as a balanced tree over the ranks in their order: `(x0 +
+            x1) + (x2 + x3)`.
+        axis: an axis of the mesh.
         reduce_op: `sum`, `max` or `min`.
 
     Raises:
@@ -110,8 +111,8 @@ def all_reduce(x: Tensor, axis: str, *, reduce_op: str = "sum") -> Tensor:
 
 
 def all_gather(x: Tensor, axis: str, *, dim: int = 0) -> Tensor:
-    """The tensors of all ranks along an axis, joined along dimension `dim` in their order, on each
-    of them.
+    """The tensors of all ranks along an axis, concatenated along `dim` in the order of the ranks, on
+    each of them.
 
     >>> import torch, weft
     >>> f = weft.shard(lambda x: all_gather(x, "tensor"), weft.Mesh(tensor=2), weft.Shard(0), weft.Replicate())
@@ -123,15 +124,16 @@ def all_gather(x: Tensor, axis: str, *, dim: int = 0) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, axis: str, *, dim: int = 0, reduce_op: str = "sum") -> Tensor:
-    """This rank's part along `dim` of the sum of the tensors of all ranks along an axis: JAX's
-    `psum_scatter`.
+    """This rank's part, along `dim`, of the sum of the tensors of all ranks along an axis, like
+    JAX's `psum_scatter`.
 
     Args:
         x, axis, reduce_op: as in `all_reduce`.
         dim: the dimension that is cut.
 
     Raises:
-        MeshError: as `all_reduce`; or the ranks cannot share the dimension evenly.
+        MeshError: as for `all_reduce`; or the size of the dimension is not a multiple of the number
+            of ranks.
     """
     place = _find_place(f"reduce_scatter(x, {axis!r}, dim={dim})", axis, x, reduce_op, (dim,), dim)
     return _call(
@@ -140,15 +142,15 @@ def reduce_scatter(x: Tensor, axis: str, *, dim: int = 0, reduce_op: str = "sum"
 
 
 def all_to_all(x: Tensor, axis: str, *, split_dim: int, concat_dim: int) -> Tensor:
-    """Part i of each rank's tensor along `split_dim` goes to the i-th rank along the axis, which
-    joins what it gets along `concat_dim`: JAX's `all_to_all` with `tiled=True`.
+    """Send part i of each rank's tensor along `split_dim` to the i-th rank along the axis, and
+    concatenate the received parts along `concat_dim`, like JAX's `all_to_all` with `tiled=True`.
 
     Args:
         x, axis: as in `all_reduce`.
         split_dim, concat_dim: the dimension that is cut, and the one that grows.
 
     Raises:
-        MeshError: as `reduce_scatter`.
+        MeshError: as for `reduce_scatter`.
     """
     call = f"all_to_all(x, {axis!r}, split_dim={split_dim}, concat_dim={concat_dim})"
     place = _find_place(call, axis, x, dims=(split_dim, concat_dim), split=split_dim)
@@ -157,16 +159,16 @@ def all_to_all(x: Tensor, axis: str, *, split_dim: int, concat_dim: int) -> Tens
 
 
 def ppermute(x: Tensor, axis: str, perm: Sequence[tuple[int, int]]) -> Tensor:
-    """The tensor of the rank that sends to this one along an axis, or zeros where none does: JAX's
+    """The tensor of the rank that sends to this one along an axis, or zeros if none does, like JAX's
     `ppermute`.
 
     Args:
         x, axis: as in `all_reduce`.
-        perm: the place along the axis of each sender, and that of its receiver. A place sends at
-            most once, and receives at most once.
+        perm: pairs of places along the axis, a sender and its receiver. A place sends at most once
+            and receives at most once.
 
     Raises:
-        MeshError: as `all_reduce`; or places that the axis lacks, or that are there twice.
+        MeshError: as for `all_reduce`; or a place is not on the axis, or sends or receives twice.
 
     >>> import torch, weft
     >>> shift = weft.shard(lambda x: ppermute(x, "tensor", [(0, 1)]), weft.Mesh(tensor=2), weft.Shard(0), weft.Shard(0))
@@ -193,7 +195,8 @@ def _is_pair(pair: Any) -> bool:
 
 
 def axis_index(axis: str) -> int:
-    """This rank's place along an axis of the mesh. A branch on it is part of the rank's program."""
+    """This rank's place along an axis of the mesh; each rank's program contains only the branch that
+    its place takes."""
     place = _find_axis(f"axis_index({axis!r})", axis)
     return place.mesh.coordinates(place.rank)[axis]
 
@@ -254,8 +257,11 @@ def _find_place(
 
 
 class _Traced(torch.autograd.Function):
-    """A collective in a trace. The derivatives of the sharded function come from the trace; one
-    that the function takes itself would have to come back from the other ranks."""
+    """A collective in a trace, which refuses to be differentiated.
+
+    The derivatives of the sharded function come from the trace; one that the function takes itself
+    would have to come back from the other ranks.
+    """
 
     generate_vmap_rule = True
 
@@ -294,7 +300,7 @@ def _refuse_derivative(effect: str) -> NoReturn:
 
 def _call(place: Place, x: Tensor, effect: Collective) -> Tensor:
     """Call the operator. In a trace that will be differentiated, the result stands for a value that
-    autograd follows."""
+    autograd tracks."""
     is_transformed = in_functorch_transform()
     grad_mode: Any = contextlib.nullcontext()
     if place.differentiated and x.is_floating_point() and not (x.requires_grad or is_transformed):
@@ -302,7 +308,8 @@ def _call(place: Place, x: Tensor, effect: Collective) -> Tensor:
             plain = x.clone()
         else:
             plain = x.detach()
-        x = plain.requires_grad_()  # so the result is no leaf, which no operator could write
+        # With this the result is no leaf: autograd forbids operators to write to a leaf in place.
+        x = plain.requires_grad_()
         grad_mode = torch.enable_grad()
     if place.number < 0 and (x.requires_grad or is_transformed):
         call: Any = _Traced.apply
@@ -321,7 +328,7 @@ def _effect(text: str) -> Collective:
 
 
 def effect_of(op: Any, args: Sequence[Any]) -> Collective | None:
-    """The collective that an operator's call is; None for another operator."""
+    """The collective that an operator's call performs, or None for another operator."""
     if op is _COLLECTIVE:
         return _effect(args[2])
     return None
@@ -333,7 +340,7 @@ def _perform(x: Tensor, member: int, effect: str) -> Tensor:
 
 
 def _like_first(x: Tensor, effect: str) -> Tensor:
-    """An empty result of a collective, whose shape is the same on all ranks."""
+    """An empty result of a collective, whose shape is that of any rank."""
     parsed = _effect(effect)
     return torch.empty_like(
         combine(parsed, [x] * len(parsed.ranks))[0], memory_format=torch.contiguous_format

@@ -1,7 +1,7 @@
-"""`weft::send` and `weft::recv`: transfers between ranks as operators, so that a graph or a tape
-repeats them.
+"""`weft::send` and `weft::recv`: transfers between ranks as operators, so that a graph or a tape can
+replay them.
 
-An `End`, one rank's end of its edges, executes them. An operator takes no objects, so a number
+An `End`, one rank's end of its edges, executes them. Operators cannot take objects, so a number
 stands for the end.
 """
 
@@ -22,20 +22,21 @@ class End(Protocol):
     order."""
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int, /) -> None:
-        """Start to send; the tensors' memory must not change until a fence, or on a device until
-        the stream gets there."""
+        """Start to send; the tensors must not be modified until a fence, or on a device until the
+        stream reaches the transfer."""
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int, /) -> None:
-        """Fill the tensors with the peer's message `tag`; on a device in the order of the stream."""
+        """Fill the tensors with the peer's message `tag`; on a device, in stream order."""
 
 
+# Weak, so that a captured graph, which holds only the number, does not keep a transport open.
 _REGISTERED: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
 
 
 def register(executor: Any) -> int:
-    """A number that stands for an end, or a member of collectives, in the operators, as long as the
-    caller keeps it alive."""
+    """A number that stands for an `End`, or for a `Member` of collectives, in the operators, as long
+    as the caller keeps that object alive."""
     number = next(_NUMBERS)
     _REGISTERED[number] = executor
     return number
@@ -45,7 +46,7 @@ def find(number: int, call: str) -> Any:
     """The end or the member for which a number stands.
 
     Raises:
-        ProgramError: it is gone; `call` names the operator's call.
+        ProgramError: it no longer exists; `call` names the operator's call.
     """
     endpoint = _REGISTERED.get(number)
     if endpoint is None:
@@ -74,10 +75,10 @@ def send(tensors: Sequence[Tensor], end: int, peer: int, tag: int) -> None:
     """Start to send tensors to rank `peer`, which receives them under the same tag.
 
     Args:
-        tensors: contiguous, of any dtype; not empty.
-        end: from `register`.
-        peer: the rank.
-        tag: names the message on both ends; part of a captured graph.
+        tensors: contiguous, of any dtype, not empty.
+        end: the number from `register`.
+        peer: the rank that receives.
+        tag: identifies the message on both ends; a captured graph contains it.
     """
     torch.ops.weft.send(list(tensors), end, peer, tag)
 
