@@ -83,9 +83,8 @@ def _linear_kernel(
         )
     i = tl.arange(0, ROWS)
     n = row_tile * ROWS + i
-    if (
-        GATED
-    ):  # 8 rows of the gate and then the same 8 of up, so that one thread has what belongs together
+    # 8 rows of the gate and then the same 8 of up, so that one thread holds matching gates and ups.
+    if GATED:
         n = row_tile * (ROWS // 2) + i // 16 * 8 + i % 8 + i // 8 % 2 * (rows // 2)
     t = token_tile * TOKENS + tl.arange(0, TOKENS)
     part = tl.program_id(2)

@@ -195,8 +195,7 @@ def _is_pair(pair: Any) -> bool:
 
 
 def axis_index(axis: str) -> int:
-    """This rank's place along an axis of the mesh; each rank's program contains only the branch that
-    its place takes."""
+    """This rank's place along an axis of the mesh. Programs that branch on it differ between ranks."""
     place = _find_axis(f"axis_index({axis!r})", axis)
     return place.mesh.coordinates(place.rank)[axis]
 
@@ -308,7 +307,7 @@ def _call(place: Place, x: Tensor, effect: Collective) -> Tensor:
             plain = x.clone()
         else:
             plain = x.detach()
-        # With this the result is no leaf: autograd forbids operators to write to a leaf in place.
+        # With this the result is no leaf: autograd forbids in-place writes to a leaf.
         x = plain.requires_grad_()
         grad_mode = torch.enable_grad()
     if place.number < 0 and (x.requires_grad or is_transformed):
@@ -340,7 +339,7 @@ def _perform(x: Tensor, member: int, effect: str) -> Tensor:
 
 
 def _like_first(x: Tensor, effect: str) -> Tensor:
-    """An empty result of a collective, whose shape is that of any rank."""
+    """An empty result of a collective; its shape is the same on all ranks."""
     parsed = _effect(effect)
     return torch.empty_like(
         combine(parsed, [x] * len(parsed.ranks))[0], memory_format=torch.contiguous_format

@@ -1,25 +1,26 @@
 """Collectives by stores into the other ranks' memory, in Triton: one kernel sends, waits, and sums
 or joins.
 
-In an *exchange* each rank sends a piece of its tensor to every other rank: the same to all, or to
-each its own. It joins the pieces that it gets, or sums them in float32 (`_sum`) and rounds once, so
-that all ranks get the same bits.
+In an *exchange* each rank sends a piece of its tensor to every other rank: the same piece to all, or
+a different one to each. It joins the pieces that it receives, or sums them in float32 (`_sum`) and
+rounds once, so that all ranks get the same bits.
 
 Small pieces: each word travels with the number of the exchange
-(`weft.ops.transfers.peer_packed_triton`) into an inbox that a rank has for each other one. An inbox
-has two slots, which take turns, and needs no acknowledgement: a rank that has all words of exchange
-k knows that every other rank has sent them, and so has read those of k - 1, in whose slot those of
-k + 1 will be.
+(`weft.ops.transfers.peer_packed_triton`) into an inbox; a rank has one inbox for each other rank. An
+inbox has two slots, which alternate, and needs no acknowledgement. A rank that has received all
+words of exchange k knows that every other rank has sent them, and so has read exchange k - 1, whose
+slot exchange k + 1 will overwrite.
 
-Large pieces: a program of the kernel moves a share of each piece, chunk by chunk through a ring of
-SLOTS chunks. A flag beside the ring counts the chunks that are there. A program sends chunk c, then
-reads chunk c - AHEAD, then sends c + 1, and reads all before it ends. So the chunks acknowledge one
-another. Before it sends c it has read c - 1 - AHEAD of every other rank, which was sent after that
-rank had read its c - 2 - 2 AHEAD; chunk c takes the slot of c - SLOTS, and SLOTS = 2 + 2 AHEAD.
-Stores before a release at system scope are seen after the acquire that reads it.
+Large pieces: a program of the kernel moves a share of each piece, chunk by chunk, through a ring of
+SLOTS chunks. A flag beside the ring counts the chunks that have arrived. A program sends chunk c,
+then reads chunk c - AHEAD, then sends c + 1, and reads all chunks before it ends. So the chunks
+acknowledge one another: before it sends c, it has read chunk c - 1 - AHEAD of every other rank,
+which that rank sent after it had read chunk c - 2 - 2 AHEAD. Chunk c takes the slot of c - SLOTS,
+and SLOTS = 2 + 2 AHEAD. Stores before a release at system scope are visible after the acquire that
+reads it.
 
-The programs of a launch wait for those of other ranks with the same number. All must run at once,
-so there are few. A program whose wait is aborted stores nothing more.
+The programs of a launch wait for the programs with the same number on other ranks. All of them must
+run at the same time, so there are few. A program whose wait is aborted stores nothing more.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
@@ -34,27 +35,28 @@ from weft.ops.tiles.tile import cdiv
 from weft.ops.transfers import peer_packed_triton as packed
 from weft.ops.transfers.peer_packed_triton import MOST, REGION, block_of, shares_of
 
-# The programs of a launch for large pieces. With _MAX_REGISTERS a multiprocessor has room for two,
-# and every GPU whose memory others can reach has 64 of them and more.
+# The programs of a launch for large pieces, all of which must be resident at the same time. With
+# _MAX_REGISTERS a multiprocessor has room for two, and every GPU whose memory other GPUs can reach
+# has at least 64 multiprocessors.
 PROGRAMS = 128
-# Chunks that a program sends before it reads the first.
+# The number of chunks that a program sends before it reads the first.
 AHEAD = 3
-# Chunks in a ring.
+# The chunks in a ring; the module's docstring says why so many.
 SLOTS = 2 + 2 * AHEAD
-# Words of a chunk.
+# The words of a chunk.
 BLOCK = 2048
 _PACKED_SLOTS = 2
 _RING_AT = 8 * _PACKED_SLOTS * MOST
 _FLAGS_AT = _RING_AT + 4 * PROGRAMS * SLOTS * BLOCK
-# Bytes of the inbox that a rank has for each other one: 10 MiB.
+# The bytes of the inbox that a rank has for each other rank: 10 MiB.
 INBOX = _FLAGS_AT + 8 * PROGRAMS
-# The numbers that a rank keeps for each group of ranks.
+# The number of counters that a rank keeps for each group of ranks.
 COUNTS = packed.PROGRAMS + PROGRAMS
 _WARPS = 8
 _MAX_REGISTERS = 128
 # A share is a multiple of this many words.
 _ALIGNED = 16
-# The dtypes of which a word of 4 bytes holds two values.
+# The dtypes with two values in a word of 4 bytes.
 _PAIRS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -63,13 +65,13 @@ class Group:
     """A rank's side of the exchanges among some ranks.
 
     Args:
-        outs: [ranks] int64, for each rank the address there of the inbox for this one; its own is
-            not used.
-        ins: [ranks] int64, for each rank the address here of the inbox for it.
-        counts: [COUNTS] int64, this rank's own: exchanges and chunks so far. All inboxes are zeros
-            before the first.
-        abort: [1] int32: not 0 ends every wait.
-        own_rank: this rank's place.
+        outs: [ranks] int64: for each rank, the address in its memory of the inbox for this rank;
+            the entry of this rank is not used.
+        ins: [ranks] int64: for each rank, the address in this rank's memory of the inbox for it.
+        counts: [COUNTS] int64, this rank's counters of exchanges and chunks so far. All inboxes
+            must be zero before the first exchange.
+        abort: [1] int32: a value other than 0 ends every wait.
+        own_rank: this rank's place in the group.
     """
 
     outs: Tensor
@@ -89,14 +91,14 @@ class Pieces:
     """The layout of the pieces of an exchange.
 
     Args:
-        words: of 4 bytes in each piece.
-        source_run: the source has a piece for each rank, and they alternate after this many words:
-            along its first dimension that is `words`, along a later one less. None: it is one
-            piece, which goes to all.
-        target_run: likewise for the target; None: it is the sum.
+        words: the words of 4 bytes in each piece.
+        source_run: the source has a piece for each rank, and the pieces alternate after this many
+            words: this is `words` if the pieces lie along the first dimension, and less along a
+            later one. None: the source is one piece, which goes to all ranks.
+        target_run: likewise for the target; None: the target is the sum.
 
-    Words of a piece that are beyond the end of the source are zeros, and those beyond the end of
-    the target are left out.
+    Words of a piece beyond the end of the source are zeros; words beyond the end of the target are
+    dropped.
     """
 
     words: int
@@ -106,7 +108,7 @@ class Pieces:
 
 @triton.jit
 def _value(word, half: tl.constexpr, PAIR: tl.constexpr):
-    """A word's value, or that of one of its halves, as float32."""
+    """The value of a word, or of one of its halves, as float32."""
     if PAIR is None:
         return word.to(tl.float32, bitcast=True)
     else:
@@ -121,8 +123,8 @@ def _left(count):
 
 @triton.jit
 def _sum(words, half: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, PAIR: tl.constexpr):
-    """The sum of one value of each of COUNT ranks from FIRST on, as a balanced tree:
-    `weft.meshes.placements.reduced` defines it."""
+    """The sum of one value of each of COUNT ranks, starting at FIRST, as the balanced tree that
+    `weft.meshes.placements.reduced` defines."""
     if COUNT > 1:
         LEFT: tl.constexpr = _left(COUNT)
         left = _sum(words, half, FIRST, LEFT, PAIR)
@@ -133,7 +135,7 @@ def _sum(words, half: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, PA
 
 @triton.jit
 def _reduced(words, RANKS: tl.constexpr, PAIR: tl.constexpr):
-    """The words of the sum, from a tuple of those of each rank."""
+    """The words of the sum, from a tuple with the words of each rank."""
     if PAIR is None:
         return _sum(words, 0, 0, RANKS, PAIR).to(tl.int32, bitcast=True)
     else:
@@ -148,7 +150,7 @@ def _reduced(words, RANKS: tl.constexpr, PAIR: tl.constexpr):
 
 @triton.jit
 def _place(offsets, rank: tl.constexpr, run, RANKS: tl.constexpr, ALTERNATE: tl.constexpr):
-    """The places in a tensor of some words of a rank's piece, whose layout is `Pieces`."""
+    """The places, in a tensor laid out as `Pieces` says, of some words of a rank's piece."""
     if ALTERNATE:
         return (offsets // run) * (run * RANKS) + rank * run + offsets % run
     else:
@@ -218,6 +220,7 @@ def _small_kernel(
         tl.store(
             target + offsets, _reduced(every, RANKS, PAIR), mask=there & (offsets < target_words)
         )
+    # Count the exchange only if it was not aborted, and after all threads have stored their words.
     if tl.sum((inside & (~there)).to(tl.int32), 0) == 0:
         tl.debug_barrier()
         tl.store(counts + program, number)
@@ -225,10 +228,11 @@ def _small_kernel(
 
 @triton.jit
 def _wait(flag, number, abort):
-    """Wait until a flag has come to a number; returns whether it has, or was aborted."""
+    """Wait until a flag has reached a number, and return True, or False if the wait was aborted."""
     there = False
     waiting = True
     while waiting:
+        # Adding 0 is a load with acquire semantics, which `tl.load` does not offer.
         there = tl.atomic_add(flag, 0, sem="acquire", scope="sys") >= number
         waiting = (not there) and (tl.load(abort, volatile=True) == 0)
     return there
@@ -236,7 +240,7 @@ def _wait(flag, number, abort):
 
 @triton.jit
 def _chunk(program, step, number, share, words, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The words of a program's chunk: their places in the piece, which of them there are, and their
+    """The words of a program's chunk: their places in the piece, which of them exist, and their
     places in a ring."""
     within = tl.arange(0, BLOCK)
     inside = step * BLOCK + within < share
@@ -284,6 +288,7 @@ def _large_kernel(
                     at = _place(offsets, peer, source_run, RANKS, SCATTER)
                     word = tl.load(source + at, mask=inside & (at < source_words), other=0)
                     tl.store(tl.multiple_of(ring + slot, 16), word, mask=inside)
+            # The flags must follow the stores of all threads of the program.
             tl.debug_barrier()
             for peer in tl.static_range(RANKS):
                 if peer != OWN:
@@ -325,15 +330,15 @@ def _large_kernel(
 def exchange(
     source: Tensor, target: Tensor, pieces: Pieces, group: Group, dtype: torch.dtype | None = None
 ) -> None:
-    """Send each rank its piece of the source, and join or sum the pieces that arrive. All ranks
-    call it alike.
+    """Send each rank its piece of the source, and join or sum the pieces that arrive; all ranks
+    must make the same call.
 
     Args:
-        source, target: [words] int32, contiguous; apart from one another.
-        pieces: their layout.
+        source, target: [words] int32, contiguous, without overlap.
+        pieces: the layout of the source and the target.
         group: the ranks.
-        dtype: of the values that are summed: float32, float16 or bfloat16. None: the pieces are
-            joined.
+        dtype: the dtype of the values that are summed: float32, float16 or bfloat16. None: join the
+            pieces.
     """
     assert (dtype is None) == (pieces.target_run is not None), "pieces are joined or summed"
     addresses = group.outs, group.ins

@@ -1,13 +1,13 @@
 """Transfers of small messages by stores into another GPU's memory, in Triton: each word travels
 with its flag.
 
-A store of 8 aligned bytes is seen whole or not at all. So a word of 4 bytes is stored together with
-the number of its message, and no fence is needed between data and flag, which would cost more than
-the words. The receiver reads the words until all of them belong to the message that it waits for.
-NCCL's low-latency protocol does the same (Hu et al., 2025, arXiv 2507.04786, section on protocols).
-It moves twice the bytes, so long messages go by `peer_triton`. As there, everything that changes
-from one message to the next is counted on the device, and a program whose wait is aborted stores
-nothing.
+A store of 8 aligned bytes is visible as a whole or not at all. So a word of 4 bytes is stored
+together with the number of its message, which avoids a fence between data and flag; the fence would
+cost more than the words. The receiver reads the words until all of them belong to the message that
+it waits for. NCCL's low-latency protocol does the same (Hu et al., 2025, arXiv 2507.04786, section
+on protocols). This moves twice the bytes, so long messages go by `peer_triton`. As there, everything
+that changes from one message to the next is counted on the device, and a program whose wait is
+aborted stores nothing.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -17,19 +17,19 @@ from torch import Tensor
 from weft.ops.kernel_triton import kernel
 from weft.ops.tiles.tile import cdiv
 
-# The most programs of a launch: shares of a message.
+# The most programs of a launch, each of which moves a share of a message.
 PROGRAMS = 64
-# Words in a slot for each program.
+# The words of each program in a slot.
 REGION = 2048
 # The most words of a message.
 MOST = PROGRAMS * REGION
-# Words that a program moves; more if the message is longer than all programs can move so.
+# The words that a program moves, or more if the message is too long for this.
 _SHARE = 1024
 # A share is a multiple of this many words.
 _ALIGNED = 16
 _BLOCKS = (256, 1024, REGION)
-# Lengths of messages that need every compiled kernel between them; messages of other lengths need
-# no more, if they are aligned alike.
+# Messages of these lengths need all of the compiled kernels; messages of other lengths with the
+# same alignment need no further ones.
 LENGTHS = (_BLOCKS[0], _SHARE, MOST)
 _WARPS = 8
 
@@ -105,12 +105,12 @@ def send(source: Tensor, slots: Tensor, acks: Tensor, counts: Tensor, abort: Ten
     """Store a message into the receiver's slots, once one of them is free.
 
     Args:
-        source: [words] int32, contiguous, at most MOST of them.
-        slots: [messages that the edge holds, MOST] int64 in the receiver's memory, zeros before the
+        source: [words] int32, contiguous, with at most MOST words.
+        slots: [messages that the edge holds, MOST] int64 in the receiver's memory, zero before the
             first message.
         acks: [PROGRAMS] int64 in the sender's memory.
-        counts: [PROGRAMS] int64, the sender's own: messages so far.
-        abort: [1] int32: not 0 ends every wait.
+        counts: [PROGRAMS] int64, the sender's counters of messages so far.
+        abort: [1] int32: a value other than 0 ends every wait.
     """
     programs, share = shares_of(source.numel())
     _send_kernel[(programs,)](
@@ -130,10 +130,10 @@ def send(source: Tensor, slots: Tensor, acks: Tensor, counts: Tensor, abort: Ten
 
 
 def recv(target: Tensor, slots: Tensor, acks: Tensor, counts: Tensor, abort: Tensor) -> None:
-    """Wait for a message, and copy it out of its slot.
+    """Wait for a message and copy it out of its slot.
 
-    The arguments are those of `send` seen from the other side: slots are the receiver's own memory,
-    acks the sender's.
+    The arguments are those of `send`, seen from the other side: `slots` is the receiver's own
+    memory, and `acks` the sender's.
     """
     programs, share = shares_of(target.numel())
     _recv_kernel[(programs,)](
@@ -153,14 +153,14 @@ def recv(target: Tensor, slots: Tensor, acks: Tensor, counts: Tensor, abort: Ten
 
 
 def block_of(share: int) -> int:
-    """The words that a program takes at once: one of three sizes, so that there are few kernels to
-    compile."""
+    """The words that a program moves at once: one of three sizes, so that few kernels are
+    compiled."""
     return next(block for block in _BLOCKS if share <= block)
 
 
 def shares_of(words: int) -> tuple[int, int]:
-    """The programs of a launch and the words of each share, for a message of so many: the same on
-    both ends."""
+    """The programs of a launch and the words of each share, for a message of this many words; both
+    ends compute the same."""
     assert words <= MOST, "a longer message goes by peer_triton"
     programs = max(1, min(PROGRAMS, cdiv(words, _SHARE)))
     share = max(cdiv(cdiv(words, programs), _ALIGNED), 1) * _ALIGNED
