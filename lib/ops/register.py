@@ -153,7 +153,9 @@ def define(
             cuda_implementation(name, kernel),
             {FLAG: True} if name.endswith(FLAG) else {},
         )
+        # A lambda, so that the module with the kernel is imported at the first call.
         library.impl(full, "CUDA", lambda *args: implementation()(*args, **flag))
+    # torch passes all arguments by position; the fake takes some of them, by name.
     names = list(inspect.signature(parameters or reference).parameters)
     places = [
         names.index(parameter)
@@ -272,6 +274,7 @@ def _write_call(ops: Sequence[Any], derived: Function, exact: Function) -> Any:
         is_batch_invariant,
         torch.compiler.is_dynamo_compiling,
     )
+    # `torch.compile` traces `op`; an eager call skips its Python wrapper, which takes time.
     return bind(
         *(call for op in ops for call in (op, unwrapped_call(op))),
         derived,
@@ -306,6 +309,7 @@ def _exact(op: Any, derived: Function, writes: Sequence[str], returns_written: b
     def run(*args: Any) -> Any:
         if not written or not returns_written:
             return op(*args)
+        # `derived` writes to no argument and returns the new values, so write to clones instead.
         cloned_args = list(args)
         for place in written:
             cloned_args[place] = cloned_args[place].clone()
@@ -330,6 +334,7 @@ def _exact(op: Any, derived: Function, writes: Sequence[str], returns_written: b
             ctx.floating = [index for index, x in enumerate(outs) if x.is_floating_point()]
             ctx.non_tensors = [None if isinstance(x, Tensor) else x for x in inputs]
             ctx.places = [place for place, x in enumerate(inputs) if isinstance(x, Tensor)]
+            # Unlike an attribute of ctx, this detects a later write in place.
             ctx.save_for_backward(*(inputs[place] for place in ctx.places))
 
         @staticmethod

@@ -35,6 +35,7 @@ def _resolve_request(
 ):
     """Read one request from the table: its context length, pages and last token."""
     row = tl.load(rows + request)
+    # Padding reads the last row, as the index -1 does in the reference.
     safe_row = tl.where((row < 0) | (row >= num_rows), num_rows - 1, row)
     end = tl.load(starts + request + 1)
     length = tl.load(positions + safe_row) + end - tl.load(starts + request)

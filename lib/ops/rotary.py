@@ -101,9 +101,8 @@ def rotate_and_keep(
             problem,
             "let queries, keys and values lie one after the other, heads as in kv_pages",
         )
-    call: Callable[..., Any] = (
-        _rotate_and_keep  # the functional form returns more than the operator
-    )
+    # Not typed, since the functional form returns more than the operator.
+    call: Callable[..., Any] = _rotate_and_keep
     result = call(qkv, q_norm, k_norm, eps, cos, sin, slot_mapping, kv_pages, num_heads, starts)
     return (result, kv_pages) if isinstance(result, Tensor) else result
 

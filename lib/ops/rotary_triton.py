@@ -74,6 +74,7 @@ def _rotary_kernel(
     c = tl.load(cos + table, mask=live, other=0.0).to(tl.float32)[None, :]
     s = tl.load(sin + table, mask=live, other=0.0).to(tl.float32)[None, :]
     release()
+    # Values are not rotated.
     turned_left = tl.where(is_v[:, None], left, left * c - right * s).to(TYPE)
     turned_right = tl.where(is_v[:, None], right, right * c + left * s).to(TYPE)
     query = out + (token * HEADS + head)[:, None] * DIM + pair[None, :]

@@ -260,6 +260,7 @@ class AttentionBackend:
         """
         if plans is None:
             plans = {}
+        # Layers that differ in shapes, scale or window need different plans.
         key = self.handle, q.shape, kv_pages.shape, *where[4:]
         if self.runs_inside(query_len):
             if self.plan is None:

@@ -258,7 +258,7 @@ def combine(
     shares = max(1, min(16, _MOST_AT_ONCE // (each * plan.dims)))
     combine_kernel[(requests, programs, kv_heads)](
         *tensors,
-        tokens if plan.one_block else 0,  # else the programs of prompts write those zeros
+        tokens if plan.one_block else 0,  # otherwise the programs of prompts write the zeros
         at_once(tokens),
         HEADS=heads,
         KV_HEADS=kv_heads,
@@ -270,9 +270,8 @@ def combine(
         PARTS=plan.parts > 0,
         EACH=each,
         SHARES=shares,
-        num_warps=max(
-            1, max(shares * each, plan.splits) * plan.dims // 4096
-        ),  # few: larger programs begin later
+        # Few warps, since larger programs begin later.
+        num_warps=max(1, max(shares * each, plan.splits) * plan.dims // 4096),
         QUANTIZE=out.dtype == torch.float8_e4m3fn,
         TYPE=TRITON_DTYPES[q.dtype],
         SEGMENTS=plan.segments,

@@ -129,6 +129,7 @@ def paged_attention(
             [0., 0.]])
     """
     limit = block_table.shape[1] * kv_pages.shape[2]
+    # A list, so that all requests are checked before anything is written.
     spans = list(
         _spans(query_start_loc.tolist(), seq_lens.tolist(), q.shape[0], max_query_len, limit)
     )
@@ -148,6 +149,7 @@ def paged_attention(
             out,
             1 if batch_invariant else _QUERY_BLOCK,
         )
+    # Padding in the middle of a request got a result above.
     if len(live) != len(slots):
         out[slot_mapping < 0] = 0
     return out
@@ -340,6 +342,7 @@ def _fault(
     _, pages, page_size, kv_heads, _ = kv_pages.shape
     requests = block_table.shape[0]
     device = q.device
+    # If q's own dtype is not supported, the error lists the dtypes that are.
     floats = (q.dtype,) if q.dtype in _FLOATS else _FLOATS
     for name, tensor, shape, dtypes in (
         ("q", q, q.shape, floats),

@@ -73,6 +73,7 @@ def count_all(
     )
     total = tl.maximum(tl.sum(tiles, axis=0), 1)
     largest = tl.cdiv(tl.max(tiles, axis=0), SPLITS) - spare
+    # In 64 bits, since these products may overflow 32.
     return tiles, total, tl.cast(largest, tl.int64) * parts * 8 <= tl.cast(total, tl.int64) * slack
 
 

@@ -231,9 +231,8 @@ def launch_by_driver(handle: int, arity: int, table: Tensor, copies: Copies) -> 
     pack = struct.Struct(f"={len(copies.fixed)}Q").pack_into
     address = Tensor.data_ptr
 
-    def launch(
-        counterparts: Sequence[Tensor], _keep_alive: Any = (table, copies)
-    ) -> None:  # their addresses are in the arguments
+    # The default of `_keep_alive` holds the tensors whose addresses are in the arguments.
+    def launch(counterparts: Sequence[Tensor], _keep_alive: Any = (table, copies)) -> None:
         pack(values, 0, *map(address, counterparts))
         config.stream = stream()
         if run():

@@ -118,6 +118,7 @@ def functional_run_experts(
     """`_run_experts` without a read on the host: every expert multiplies all tokens, and only the
     tokens that chose it keep the result."""
     if scales is not None:
+        # FP8 has no derivative, so the reference serves, and refuses to be differentiated.
         in_fp8 = without_derivative("run_experts", ROUNDED, _run_experts.reference)
         operands = values, scales, gate_up, gate_up_scale, down, down_scale, weights, experts, dtype
         result: Tensor = in_fp8(*operands, first, num_experts, leaves)
@@ -177,7 +178,9 @@ def _run_experts(
     out = torch.zeros_like(_empty(values, experts, dtype, leaves))
     count = max(leaves, 1)
     by_leaf = out.unflatten(0, (count, -1))
+    # Multiply each chosen expert with its own tokens only; this reads the choices on the host.
     for chosen in experts.unique().tolist():
+        # What an expert on another rank contributes stays 0 here.
         if not 0 <= (expert := chosen - first) < len(gate_up):
             continue
         tokens, slots = (experts == chosen).nonzero(as_tuple=True)
@@ -192,6 +195,7 @@ def _run_experts(
             wide.chunk(count, 1), _wide(down, down_scale, expert).chunk(count, 1), strict=True
         )
         for leaf_out, (middle_leaf, columns) in zip(by_leaf, pairs, strict=True):
+            # Contiguous, so that torch sees the same strides as on a rank with only these columns.
             product = multiply(
                 middle_leaf, columns.contiguous(), None, batch_invariant or leaves > 0
             )

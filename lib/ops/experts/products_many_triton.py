@@ -106,6 +106,7 @@ def _many_kernel(
         source = pair // TOP_K if GATED else pair
         blocks = tl.cdiv(columns, 128)
         first_scale = scale + (expert * tl.cdiv(height, 128) + first // 128) * blocks
+        # The second block may begin past the expert's last row: keep its scale's address in range.
         second_scale = (
             scale + (expert * tl.cdiv(height, 128) + tl.minimum(second, height - 1) // 128) * blocks
         )

@@ -33,6 +33,7 @@ def _empty_product(
     (tokens, columns), rows = x.shape, weight.shape[0]
     if leaves:
         return x.new_empty((leaves, tokens, rows), dtype=torch.float32)
+    # As many parts as the CUDA implementation returns.
     fp8 = weight.dtype == torch.float8_e4m3fn
     if x.device.type == "cuda" and split:
         parts = linear_parts(tokens, rows, columns, fp8, batch_invariant)
@@ -106,6 +107,7 @@ def swiglu(
 
 def _multiply_leaves(x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int) -> Tensor:
     """The leaves `[leaves, T, N]` of a product in float32, which are always batch invariant."""
+    # Contiguous, so that torch sees the same strides as on a rank that holds only these columns.
     share = leaf_columns(x.shape[1], leaves)
     pairs = zip(x.split(share, 1), weight.split(share, 1), strict=True)
     products = torch.stack(

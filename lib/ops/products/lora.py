@@ -103,6 +103,7 @@ def _add_to_all(
         added = torch.cat(
             [widened(part) @ widened(b[slot, start:end]).T for part, (start, end) in parts], -1
         )
+        # A token whose slot is not active keeps its y, as in the operator.
         mine = (slots == slot) & (active == slot).any()
         total = total + torch.where(mine[:, None], added, 0)
     return total
@@ -128,9 +129,9 @@ def add_lora(
     """`y[t] + b[s] @ (a[s] @ x[t])`, where s is `slots[t]`; `y[t]` alone if s is not an active slot.
 
     A slot holds P pairs of matrices, one pair for each linear layer of a fused product. The
-    matrices of `a` are stacked in a dimension of their own; the rows of those of `b` are
-    concatenated. The result of `a` is rounded to x's dtype; products are summed in float32, and the
-    sum is rounded once.
+    matrices of `a` are stacked along P, and those of `b` are concatenated along their rows. The
+    result of `a` is rounded to x's dtype; products are summed in float32, and the sum is rounded
+    once.
 
     Args:
         y: `[T, N]` of x's dtype, or float32 parts of it `[S, T, N]` (`weft.ops.products.parts`).
@@ -152,6 +153,7 @@ def add_lora(
             leaves.
     """
     if leaves:
+        # Leaves must be the same on any number of ranks, so their sums have a fixed order.
         leaf_operands = zip(y, x.chunk(leaves, 1), a.chunk(leaves, 3), strict=True)
         return torch.stack(
             [
@@ -172,6 +174,7 @@ def _add(
     starts: Sequence[int],
     batch_invariant: bool,
 ) -> Tensor:
+    # Copy even if y is float32 already, since the loop writes to it.
     total = y.to(torch.float32, copy=True)
     for slot in active[active >= 0].tolist():
         mine = (slots == slot).nonzero()[:, 0]

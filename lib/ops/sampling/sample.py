@@ -158,6 +158,7 @@ def functional_sample_rows(
     """`sample_rows` without a read on the host, so that all requests are processed."""
     table = SamplingTable(*tensors[:-1])
     token_mask = tensors[-1]
+    # A padding row of -1 reads the last row, with whose parameters it draws an arbitrary token.
     temperature = table.floats[rows, TEMPERATURE]
     seeds = table.ints[rows, SEED]
     constant = logits.detach()
@@ -255,6 +256,7 @@ def _count_tokens(
 
 def _counted(counts: Tensor, ints: Tensor, rows: Tensor, token_ids: Tensor, kept: Tensor) -> Tensor:
     old = counts[rows, token_ids]
+    # Counts stop at the largest, since one more would change the sign bit, IN_PROMPT.
     counted = (
         kept
         & (rows >= 0)

@@ -199,6 +199,7 @@ def _process_kernel(
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + request)
     is_padding = row < 0
+    # Padding reads the last row, as the index -1 does in the reference.
     row = tl.where(is_padding, num_rows - 1, row)
     t = tl.load(floats + row * _NUM_FLOATS + _TEMPERATURE)
     tl.store(temperatures + request, t)
@@ -367,6 +368,7 @@ def _count_kernel(counts, ints, rows, token_ids, kept, num_reqs, vocab, BLOCK: t
     counted = counted & ((used & _PENALTIES) != 0)
     place = counts + row * vocab + tl.load(token_ids + request, mask=counted, other=0)
     old = tl.load(place, mask=counted, other=0)
+    # Counts stop at the largest, since one more would change the sign bit, IN_PROMPT.
     tl.store(place, old + 1, mask=counted & ((old & _MOST_COUNTED) < _MOST_COUNTED))
 
 

@@ -62,7 +62,9 @@ def formula_seconds(
     ).T
     height, count, across, warps, stages, parts = values
     itemsize, peak = (1, 2 * gpu.peak) if fp8 else (2, gpu.peak)
+    # CUDA reserves 1 KiB of shared memory for each program.
     shared = (height + count) * across * itemsize * stages + 1024
+    # In FP8 a block's product is held beside the sum until it is scaled.
     registers = height * count / (32 * warps) * (2 if fp8 else 1)
     registers = np.minimum(255, registers + np.where(warps > 4, 40, np.where(count < 64, 60, 80)))
     together = np.maximum(

@@ -303,6 +303,7 @@ def _call(place: Place, x: Tensor, effect: Collective) -> Tensor:
     is_transformed = in_functorch_transform()
     grad_mode: Any = contextlib.nullcontext()
     if place.differentiated and x.is_floating_point() and not (x.requires_grad or is_transformed):
+        # A detached inference tensor is still one, and cannot require grad; its clone can.
         if x.is_inference():
             plain = x.clone()
         else:
