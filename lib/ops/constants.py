@@ -31,7 +31,7 @@ def is_asking() -> bool:
 
 @contextlib.contextmanager
 def constant(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """A context in which nothing writes the storages of these tensors."""
+    """Promise that nothing writes the storages of these tensors inside the context."""
     token = _CONSTANT.set(frozenset(map(storage_id, tensors)))
     try:
         yield

@@ -57,7 +57,7 @@ from weft.torchapi.private import current_device
 LINE = 16
 _MOST_THREADS = 16
 _MOST_KNOWN = 4096
-# Seconds until a progress bar shows.
+# The seconds after which a progress bar appears.
 _BAR_AFTER = 1.0
 # Types of options whose values are equal only if they are identical. Tensors are not among them,
 # nor floats, since 0.0 equals -0.0.

@@ -21,7 +21,7 @@ def functional_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def functional_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm` by `functional_rms_norm`."""
+    """`add_rms_norm`, computed with `functional_rms_norm`."""
     total = sum_parts(x, residual.dtype) + residual
     return functional_rms_norm(total, weight, eps), total
 
@@ -39,7 +39,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x: `[T, N]`. The computation is in float32, with one rounding after the multiplication by
             the weight.
         weight: `[N]`, of x's dtype.
-        eps: added to the mean square.
+        eps: a constant added to the mean square.
 
     >>> rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), 0.5)
     tensor([[0.8321, 1.1094]])
@@ -119,5 +119,5 @@ def _add_rms_norm_quantized(
 
 @operator(kernel="weft.ops.norm_triton:add", fake=lambda residual: torch.empty_like(residual))
 def add_parts(x: Tensor, residual: Tensor) -> Tensor:
-    """The sum of `x` (or its parts) and `residual`, as `add_rms_norm` forms it."""
+    """The sum of `x` (or its parts) and `residual`, as `add_rms_norm` computes it."""
     return sum_parts(x, residual.dtype) + residual

@@ -28,7 +28,7 @@ _PADDED = 16
 def _check(
     q: Tensor, k: Tensor | None, v: Tensor | None, kv_pages: Tensor, *where: Any, block: int = 0
 ) -> None:
-    """Raise unless the arguments agree: DeviceError for a device, DescriptorError for anything
+    """Raise unless the arguments agree: DeviceError for a wrong device, DescriptorError for anything
     else.
 
     Args:

@@ -40,7 +40,7 @@ class Copies:
         return Copies(self.fixed[part], self.into_fixed, () if start else self.constants, repeats)
 
 
-# The most bytes of a tail that one program fills.
+# The most bytes of a tail (`Copies.repeats`), which a single program fills.
 MOST_REPEATED = 2**14
 
 

@@ -97,7 +97,7 @@ def _copy_kernel(counterparts, table, BLOCK: tl.constexpr):
         _move(source, target, size, tl.int8, 1, BLOCK)
 
 
-# A function that copies to or from the tensors that it is given.
+# A function that copies to or from the tensors that it is passed.
 Launch = Callable[[Sequence[Tensor]], None]
 
 # The index of the caller's tensor, or -1; the address of the fixed side; the offset in the caller's
@@ -173,7 +173,7 @@ def ask_for_kernels(device: torch.device, count: int) -> None:
 def _copy_nothing(launched: Any, device: torch.device, arity: int) -> Any:
     no_bytes = torch.zeros(1, 6, dtype=torch.int64, device=device)
     with torch.cuda.device(device):
-        # An odd address, so that the kernel is not specialised to multiples of 16.
+        # An odd address, so that Triton does not specialise the kernel for multiples of 16.
         return launched[(1,)]((2**40 + 1,) * arity, no_bytes, BLOCK=_BLOCK, num_warps=_WARPS)
 
 
@@ -193,7 +193,7 @@ def kernel_handle(device: torch.device, arity: int) -> int | None:
 
 @functools.cache
 def driver() -> ctypes.CDLL | None:
-    """The CUDA driver's library, or None where there is none."""
+    """The CUDA driver's library, or None if there is none."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:

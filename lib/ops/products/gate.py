@@ -17,7 +17,7 @@ def gated(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def functional_gated(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
-    """`gated`, with derivatives that are finite for any gate."""
+    """`gated` with derivatives that are finite for any gate, where those of `exp` overflow."""
     return (F.silu(widened(gate)) * widened(up)).to(dtype)
 
 

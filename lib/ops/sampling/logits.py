@@ -129,8 +129,8 @@ def scale(logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 def keep_min_p(scaled: Tensor, margin: Tensor) -> Tensor:
-    """Bar tokens less likely than min_p times the likeliest one; margin is -log(min_p) (Nguyen et
-    al., 2024, arXiv 2407.01082)."""
+    """Bar tokens whose probability is less than min_p times the largest one; margin is -log(min_p)
+    (Nguyen et al., 2024, arXiv 2407.01082)."""
     return bar(scaled, scaled.amax(-1, keepdim=True) - scaled > margin[:, None])
 
 

@@ -61,7 +61,7 @@ def sample(
     The token has no derivative, since it changes in steps; its logprob has one.
 
     Args:
-        logits: [num_reqs, vocab_size] floating point, computed with in float32.
+        logits: [num_reqs, vocab_size] floating point, converted to float32.
         temperature: [num_reqs] float32.
         seeds, positions: [num_reqs] int64; equal pairs draw equal noise.
 
@@ -195,7 +195,7 @@ def _sample_rows(
     token_mask: Tensor | None,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The operator of `sample_rows`. Only requests that use a feature are processed."""
+    """The operator of `sample_rows`, which processes only requests that use a feature."""
     table = SamplingTable(floats, ints, allowed, stops, bias_ids, bias, counts)
     temperature = table.floats[rows, TEMPERATURE]
     seeds = table.ints[rows, SEED]

@@ -74,7 +74,7 @@ def _gumbel(stream, columns):
 
 @triton.jit
 def inverse(t):
-    """1 / temperature, finite for the smallest one, and 1 for a greedy request."""
+    """1 / temperature, finite even for the smallest temperature, and 1 for a greedy request."""
     return tl.where(t <= 0, 1.0, 1.0 / tl.maximum(t, 1e-30))
 
 
@@ -200,7 +200,7 @@ def _combine_kernel(
     token = tl.sum(tl.where(winner, tl.load(indices + splits), 0), 0)
     logit = tl.sum(tl.where(winner, tl.load(chosen + splits), 0.0), 0)
     tl.store(token_ids + row, token.to(tl.int64))
-    # The sum is 0 where all logits are -inf, and NaN where one is.
+    # The sum is 0 if all logits are -inf, and NaN if a logit is.
     tl.store(logprobs + row, tl.where(total == 0, float("-inf"), logit - top - tl.log(total)))
 
 

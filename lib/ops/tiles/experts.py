@@ -50,7 +50,7 @@ def expert_key(rows: int, columns: int, num_experts: int, fp8: bool) -> str:
 
 
 def _measured_tile(key: str, tokens: int) -> Tile | None:
-    """The best tile, if these shapes were measured for this many tokens."""
+    """The measured best tile, or None if these shapes were not measured for this many tokens."""
     return next((tile for most, tile in measured().get(key, {}).items() if tokens <= most), None)
 
 

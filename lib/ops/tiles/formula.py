@@ -51,7 +51,7 @@ def formula_seconds(
     gpu: Device,
     by: Coefficients,
 ) -> Array:
-    """The seconds of a product with each tile, by the formula.
+    """The seconds that the formula predicts for a product with each tile.
 
     Programs run in rounds of as many as fit in the multiprocessors' shared memory and registers.
     The bounds are the bytes of the weights, the bytes into a multiprocessor, the chain of one
@@ -121,7 +121,7 @@ def gate_seconds(tokens: int, rows: int) -> float:
 
 
 def gated_many_seconds(tokens: int, rows: int, columns: int, tile: Tile, gpu: Device) -> float:
-    """The seconds of the product of many tokens that ends with a gate
+    """The predicted seconds of a product of many tokens that ends with a gate
     (`weft.ops.products.gated_many_triton`).
 
     Programs run in rounds, one on each multiprocessor. For 8 shapes and 14 numbers of tokens on an
