@@ -53,6 +53,6 @@ def is_constant(tensor: Tensor) -> bool:
 
 
 def kernel_kind(tensor: Tensor) -> tuple[Any, ...]:
-    """Everything about a tensor, apart from its values, on which the choice of a kernel may depend."""
+    """Everything about a tensor, besides its values, on which the choice of a kernel may depend."""
     place = tensor.data_ptr() % (_ALIGNED_ON_GPU if tensor.is_cuda else _ALIGNED)
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, place, is_constant(tensor)

@@ -95,8 +95,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def add_rms_norm_quantized(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Quantized, Tensor]:
-    """`add_rms_norm` that also quantises: it returns the normalised sum, the same quantised, and the
-    sum."""
+    """`add_rms_norm` that also quantises: it returns the normalised sum, the same quantised, and
+    the sum."""
     normed, values, scales, total = _add_rms_norm_quantized(x, residual, weight, eps)
     return normed, Quantized(values, scales), total
 

@@ -87,12 +87,11 @@ def operator(
     `torch.compile` always traces the operator, since it treats every call as one inside a transform
     of torch.func.
 
-    If the function and its kernel have a last parameter `batch_invariant: bool = False`, it is not a
-    parameter of the call. It defines a second operator, `weft::name.batch_invariant`, which is
+    If the function and its kernel have a last parameter `batch_invariant: bool = False`, it is not
+    a parameter of the call. It defines a second operator, `weft::name.batch_invariant`, which is
     called in `weft.batch_invariant()`, so a traced program shows which of the two it runs. In that
     context the values are the operator's, bit for bit, and the derivative is that of `functional`.
-    On the CPU the second operator runs in one thread (`weft.torchapi.cpu_sums`).
-    """
+    On the CPU the second operator runs in one thread (`weft.torchapi.cpu_sums`)."""
 
     def register(reference: Callable[P, R]) -> Operator[P, R]:
         op_name = name or reference.__name__.lstrip("_")
@@ -256,7 +255,7 @@ def bind(check, unchecked):
 
 
 def _write_call(ops: Sequence[Any], derived: Function, exact: Function) -> Any:
-    """Generate the call as source with named parameters, which is faster than a loop over `*args`."""
+    """Generate the call as source with named parameters: a loop over `*args` takes longer."""
     conditions = []
     for argument in ops[0]._schema.arguments:
         if str(argument.type) == "Tensor":
@@ -298,8 +297,8 @@ def _bind(op: Any, source: str, **more: str) -> Function:
 
 
 def _exact(op: Any, derived: Function, writes: Sequence[str], returns_written: bool) -> Function:
-    """The call in `weft.batch_invariant()` if a derivative is requested: the operator's values, with
-    the derivative of `derived`.
+    """The call in `weft.batch_invariant()` if a derivative is requested: the operator's values,
+    with the derivative of `derived`.
 
     Inside a transform of torch.func other than `grad` or `vjp`, the call is `derived` itself.
     """

@@ -1,5 +1,5 @@
-"""`AttentionBackend`: an implementation of attention over pages, and the devices, dtypes, shapes and
-graphs that it supports."""
+"""`AttentionBackend`: an implementation of attention over pages, and the devices, dtypes, shapes
+and graphs that it supports."""
 
 import threading
 from collections.abc import Callable
@@ -206,7 +206,7 @@ class AttentionBackend:
             raise ProgramError(call, problem, f"EngineLimits(..., page_size={self.page_sizes[0]})")
 
     def runs_inside(self, query_len: int | None) -> bool:
-        """Whether it can run inside a full graph for batches of this query length (None: ragged)."""
+        """Whether it can run inside a full graph for this query length (None: ragged)."""
         if query_len is None:
             needs = "full"
         elif query_len > 1:

@@ -101,7 +101,7 @@ class Launch:
 
     @property
     def shared(self) -> bool:
-        """Whether several programs may attend to one context, so that `combine_kernel` must follow."""
+        """Whether several programs may attend to one context; then `combine_kernel` must follow."""
         return self.splits > 1 or self.parts > 0
 
     @property

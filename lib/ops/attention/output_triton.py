@@ -1,5 +1,5 @@
-"""The output of attention, in Triton: heads are stored as they are or in FP8, padding is zeroed, and
-shares are combined.
+"""The output of attention, in Triton: heads are stored as they are or in FP8, padding is zeroed,
+and shares are combined.
 
 Import this module only where triton is installed.
 """
@@ -65,7 +65,7 @@ def store_heads(
 
 @triton.jit
 def merge(m, s, acc, m_more, s_more, acc_more):
-    """Merge the maxima `[R]`, sums `[R]` and weighted values `[R, DIMS]` of two shares of a context.
+    """Merge maxima `[R]`, sums `[R]` and weighted values `[R, DIMS]` of two shares of a context.
 
     The operations are explicit (`fma`), so that the bits do not depend on which kernel merges.
     """

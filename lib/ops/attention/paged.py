@@ -28,8 +28,8 @@ _PADDED = 16
 def _check(
     q: Tensor, k: Tensor | None, v: Tensor | None, kv_pages: Tensor, *where: Any, block: int = 0
 ) -> None:
-    """Raise unless the arguments agree: DeviceError for a wrong device, DescriptorError for anything
-    else.
+    """Raise unless the arguments agree: DeviceError for a wrong device, DescriptorError for
+    anything else.
 
     Args:
         block: the required size of a head; 0: any.

@@ -153,8 +153,8 @@ def table_rows(copies: Copies) -> list[_Row]:
 def _launch_by_triton(
     table: Tensor, arity: int, copies: Copies, counterparts: Sequence[Tensor]
 ) -> None:
-    """Launch by Triton's own launcher; the argument `copies` keeps the tensors alive whose addresses
-    are in the table."""
+    """Launch by Triton's own launcher; the argument `copies` keeps the tensors alive whose
+    addresses are in the table."""
     # Tensors that no row of the table names may have any address.
     addresses = [x.data_ptr() for x in counterparts] + [table.data_ptr()] * (
         arity - len(counterparts)
@@ -179,8 +179,8 @@ def _copy_nothing(launched: Any, device: torch.device, arity: int) -> Any:
 
 @functools.cache
 def kernel_handle(device: torch.device, arity: int) -> int | None:
-    """The driver's handle of the kernel for `arity` tensors, or None if this version of triton or of
-    the driver gives none.
+    """The driver's handle of the kernel for `arity` tensors, or None if this version of triton or
+    of the driver gives none.
 
     This relies on two things beyond Triton's public launch: the launch returns the compiled kernel,
     with the driver's handle as `function`, and the kernel's parameters are the arguments in order.

@@ -25,8 +25,8 @@ from weft.ops.tiles.tile import Tile, cdiv, leaf_columns
 
 @triton.jit
 def _step(acc, a, w, factor, scale, FP8: tl.constexpr):
-    """Add to `acc` `[TOKENS, WIDTH]` a product over one block of columns, which in FP8 is multiplied
-    by the scales of tokens and block."""
+    """Add to `acc` `[TOKENS, WIDTH]` a product over one block of columns, which in FP8 is
+    multiplied by the scales of tokens and block."""
     if FP8:
         acc += tl.dot(a, tl.trans(w)) * (factor * tl.load(scale))[:, None]
     else:

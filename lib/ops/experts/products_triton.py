@@ -413,8 +413,8 @@ def launch_gate_up(
     tile: Tile,
     first: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """`silu(gate) * up` for all pairs with the experts from `first` on; quantised, with scales, if a
-    tile contains a whole block of columns."""
+    """`silu(gate) * up` for all pairs with the experts from `first` on; quantised, with scales, if
+    a tile contains a whole block of columns."""
     inner = weight.shape[1] // 2
     pairs = experts.numel()
     fp8_out = (
@@ -439,8 +439,8 @@ def launch_down(
     first: int = 0,
     leaves: int = 0,
 ) -> None:
-    """Write the weighted product with `down`, for all pairs with the experts from `first` on, to the
-    parts `out`, with the parts of each leaf one after another."""
+    """Write the weighted product with `down`, for all pairs with the experts from `first` on, to
+    the parts `out`, with the parts of each leaf one after another."""
     _launch(
         x,
         x_scales,

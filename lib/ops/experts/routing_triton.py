@@ -111,8 +111,8 @@ def _align_kernel(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Write expert e's pairs, in ascending order and padded with -1, to its blocks of `order`, and e
-    to `owners` of these blocks.
+    """Write expert e's pairs, in ascending order and padded with -1, to its blocks of `order`, and
+    e to `owners` of these blocks.
 
     Experts are counted from `first_expert` on; pairs of other experts are in no block. The program
     after the last expert marks the unused blocks with -1.

@@ -25,8 +25,8 @@ TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfl
 
 @triton.jit
 def load_sum(x, offsets, mask, stride, PARTS: tl.constexpr, TYPE: tl.constexpr):
-    """The sum of the parts at `offsets`, rounded to TYPE and returned in float32; with 0 parts, x is
-    the finished sum."""
+    """The sum of the parts at `offsets`, rounded to TYPE and returned in float32; with 0 parts, x
+    is the finished sum."""
     total = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
     for i in tl.static_range(1, PARTS):
         total += tl.load(x + i * tl.cast(stride, tl.int64) + offsets, mask=mask, other=0.0).to(

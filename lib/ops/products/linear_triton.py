@@ -241,8 +241,11 @@ def _in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Te
 
 
 def _may_stand_in(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the key of `_agrees` covers everything by which torch chooses its product. It does not
-    with float16 sums, TunableOp or autocast, nor for tensors less aligned than those of a trial."""
+    """Whether the key of `_agrees` covers everything by which torch chooses its product.
+
+    It does not with float16 sums, TunableOp or autocast, nor for tensors that are less aligned than
+    those of a trial.
+    """
     is_other = torch.backends.cuda.matmul.allow_fp16_accumulation or torch.cuda.tunable.is_enabled()
     aligned = all(
         tensor is None or tensor.data_ptr() % _ALIGNED == 0 for tensor in (x, weight, bias)

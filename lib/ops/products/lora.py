@@ -126,7 +126,7 @@ def add_lora(
     leaves: int = 0,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """`y[t] + b[s] @ (a[s] @ x[t])`, where s is `slots[t]`; `y[t]` alone if s is not an active slot.
+    """`y[t] + b[s] @ (a[s] @ x[t])`, where s is `slots[t]`; just `y[t]` if slot s is not active.
 
     A slot holds P pairs of matrices, one pair for each linear layer of a fused product. The
     matrices of `a` are stacked along P, and those of `b` are concatenated along their rows. The

@@ -5,8 +5,8 @@ from torch import Tensor
 
 
 def find_drafts(tokens: Tensor, lengths: Tensor, count: int, shortest: int, longest: int) -> Tensor:
-    """Draft the tokens that follow the latest earlier occurrence of a request's last n-gram, for the
-    largest n from `longest` down to `shortest` that occurs.
+    """Draft the tokens that follow the latest earlier occurrence of a request's last n-gram, for
+    the largest n from `longest` down to `shortest` that occurs.
 
     If fewer than `count` tokens follow, the drafts start again from the first token after the
     occurrence, so that repeating text is drafted in full. (Prompt lookup decoding, Saxena, 2023,

@@ -51,8 +51,8 @@ def sample(
     positions: Tensor,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token per request: the arg max if the temperature is 0, otherwise from softmax(logits
-    / temperature).
+    """Draw one token per request: the arg max if the temperature is 0, otherwise from
+    softmax(logits / temperature).
 
     With independent exponentials E_i, the index that maximises l_i / t - log(E_i) is distributed as
     softmax(l / t): the Gumbel-max trick (Gumbel 1954; Maddison, Tarlow and Minka, 2014, arXiv
@@ -66,8 +66,9 @@ def sample(
         seeds, positions: [num_reqs] int64; equal pairs draw equal noise.
 
     Returns:
-        Token ids [num_reqs] int64, and their logprobs [num_reqs] float32 under softmax(logits), that
-        is at temperature 1. If no token can be drawn, the logprob is -inf and the id is arbitrary.
+        Token ids [num_reqs] int64, and their logprobs [num_reqs] float32 under softmax(logits),
+        that is at temperature 1. If no token can be drawn, the logprob is -inf and the id is
+        arbitrary.
     """
     return _choose(
         logits, scale(logits.detach().float(), temperature), temperature, seeds, positions

@@ -55,8 +55,8 @@ def _unsigned(x):
 
 @triton.jit
 def _gumbel(stream, columns):
-    """The noise of the reference: -log(E) with E = -log(1 - u), for which a small u uses the series:
-    small variates win, so they need the precision."""
+    """The noise of the reference: -log(E) with E = -log(1 - u), for which a small u uses the
+    series: small variates win, so they need the precision."""
     bits = _mix(stream + (columns + 1).to(tl.uint64) * _GOLDEN)
     high = (bits >> 32).to(tl.uint32)
     low = bits.to(tl.uint32) >> 11

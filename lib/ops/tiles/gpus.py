@@ -24,8 +24,8 @@ _DEVICES = {"NVIDIA H100 80GB HBM3": MEASURED, "NVIDIA H200": Device(132, 4.8e12
 
 @functools.cache
 def device() -> Device | None:
-    """This machine's first GPU, or an H100 if there is none; None: a GPU without measurements, whose
-    tiles are chosen by rule."""
+    """This machine's first GPU, or an H100 if there is none; None: a GPU without measurements,
+    whose tiles are chosen by rule."""
     if not torch.cuda.is_available():
         return MEASURED
     properties = torch.cuda.get_device_properties(0)

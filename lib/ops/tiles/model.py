@@ -1,5 +1,5 @@
-"""The model of the time of a linear layer: a formula with ten coefficients, corrected by how far the
-nearest measured products were from it.
+"""The model of the time of a linear layer: a formula with ten coefficients, corrected by how far
+the nearest measured products were from it.
 
 `python -m weft.proofs.evidence.bench.tiles.fit` fits it to measurements. `linear.json` has the
 coefficients and the measurements.
@@ -107,7 +107,7 @@ class Model:
         return total / weights
 
     def _library_beyond(self, nearest: Sequence[tuple[int, float]]) -> float:
-        """The same for torch's own product; infinite if none of the nearest products measured it."""
+        """The same for torch's own product; infinite if none of the nearest has measured it."""
         measured = [
             (weight, self.beyond[place][-1][0][1])
             for place, weight in nearest

@@ -76,7 +76,7 @@ def placed(place: Place) -> Iterator[None]:
         _PLACE.reset(token)
 
 
-# The rank on which the current function runs, or None outside a mesh. A captured call depends on it.
+# The rank on which the current function runs; None outside a mesh. A captured call depends on it.
 current_place: Callable[[], Place | None] = _PLACE.get
 
 
@@ -111,8 +111,8 @@ def all_reduce(x: Tensor, axis: str, *, reduce_op: str = "sum") -> Tensor:
 
 
 def all_gather(x: Tensor, axis: str, *, dim: int = 0) -> Tensor:
-    """The tensors of all ranks along an axis, concatenated along `dim` in the order of the ranks, on
-    each of them.
+    """The tensors of all ranks along an axis, concatenated along `dim` in the order of the ranks,
+    on each of them.
 
     >>> import torch, weft
     >>> f = weft.shard(lambda x: all_gather(x, "tensor"), weft.Mesh(tensor=2), weft.Shard(0), weft.Replicate())
@@ -159,8 +159,8 @@ def all_to_all(x: Tensor, axis: str, *, split_dim: int, concat_dim: int) -> Tens
 
 
 def ppermute(x: Tensor, axis: str, perm: Sequence[tuple[int, int]]) -> Tensor:
-    """The tensor of the rank that sends to this one along an axis, or zeros if none does, like JAX's
-    `ppermute`.
+    """The tensor of the rank that sends to this one along an axis, or zeros if none does, like
+    JAX's `ppermute`.
 
     Args:
         x, axis: as in `all_reduce`.
@@ -195,7 +195,7 @@ def _is_pair(pair: Any) -> bool:
 
 
 def axis_index(axis: str) -> int:
-    """This rank's place along an axis of the mesh. Programs that branch on it differ between ranks."""
+    """This rank's place along an axis of the mesh; programs that branch on it differ by rank."""
     place = _find_axis(f"axis_index({axis!r})", axis)
     return place.mesh.coordinates(place.rank)[axis]
 

@@ -1,13 +1,13 @@
 """Collectives by stores into the other ranks' memory, in Triton: one kernel sends, waits, and sums
 or joins.
 
-In an *exchange* each rank sends a piece of its tensor to every other rank: the same piece to all, or
-a different one to each. It joins the pieces that it receives, or sums them in float32 (`_sum`) and
-rounds once, so that all ranks get the same bits.
+In an *exchange* each rank sends a piece of its tensor to every other rank: the same piece to all,
+or a different one to each. It joins the pieces that it receives, or sums them in float32 (`_sum`)
+and rounds once, so that all ranks get the same bits.
 
 Small pieces: each word travels with the number of the exchange
-(`weft.ops.transfers.peer_packed_triton`) into an inbox; a rank has one inbox for each other rank. An
-inbox has two slots, which alternate, and needs no acknowledgement. A rank that has received all
+(`weft.ops.transfers.peer_packed_triton`) into an inbox; a rank has one inbox for each other rank.
+An inbox has two slots, which alternate, and needs no acknowledgement. A rank that has received all
 words of exchange k knows that every other rank has sent them, and so has read exchange k - 1, whose
 slot exchange k + 1 will overwrite.
 

@@ -5,10 +5,9 @@ A store of 8 aligned bytes is visible as a whole or not at all. So a word of 4 b
 together with the number of its message, which avoids a fence between data and flag; the fence would
 cost more than the words. The receiver reads the words until all of them belong to the message that
 it waits for. NCCL's low-latency protocol does the same (Hu et al., 2025, arXiv 2507.04786, section
-on protocols). This moves twice the bytes, so long messages go by `peer_triton`. As there, everything
-that changes from one message to the next is counted on the device, and a program whose wait is
-aborted stores nothing.
-"""
+on protocols). This moves twice the bytes, so long messages go by `peer_triton`. As there,
+everything that changes from one message to the next is counted on the device, and a program whose
+wait is aborted stores nothing."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 import triton.language as tl

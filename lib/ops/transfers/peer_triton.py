@@ -107,8 +107,8 @@ def _recv_kernel(
 
 
 def plan(words: int) -> tuple[int, int]:
-    """The programs of a launch and the words of each share (a multiple of 16), for a message of this
-    many words; both ends compute the same."""
+    """The programs of a launch and the words of each share (a multiple of 16), for a message of
+    this many words; both ends compute the same."""
     programs = max(1, min(PROGRAMS, cdiv(words, _SHARE)))
     share = cdiv(cdiv(words, programs), _ALIGNED) * _ALIGNED
     return cdiv(words, share) if words else 1, share

@@ -1,5 +1,5 @@
-"""`weft::send` and `weft::recv`: transfers between ranks as operators, so that a graph or a tape can
-replay them.
+"""`weft::send` and `weft::recv`: transfers between ranks as operators, so that a graph or a tape
+can replay them.
 
 An `End`, one rank's end of its edges, executes them. Operators cannot take objects, so a number
 stands for the end.
@@ -35,8 +35,8 @@ _NUMBERS = itertools.count()
 
 
 def register(executor: Any) -> int:
-    """A number that stands for an `End`, or for a `Member` of collectives, in the operators, as long
-    as the caller keeps that object alive."""
+    """A number that stands for an `End`, or for a `Member` of collectives, in the operators, as
+    long as the caller keeps that object alive."""
     number = next(_NUMBERS)
     _REGISTERED[number] = executor
     return number
