@@ -91,7 +91,8 @@ def operator(
     a parameter of the call. It defines a second operator, `weft::name.batch_invariant`, which is
     called in `weft.batch_invariant()`, so a traced program shows which of the two it runs. In that
     context the values are the operator's, bit for bit, and the derivative is that of `functional`.
-    On the CPU the second operator runs in one thread (`weft.torchapi.cpu_sums`)."""
+    On the CPU the second operator runs in one thread (`weft.torchapi.cpu_sums`).
+    """
 
     def register(reference: Callable[P, R]) -> Operator[P, R]:
         op_name = name or reference.__name__.lstrip("_")

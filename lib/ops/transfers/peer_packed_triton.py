@@ -7,7 +7,8 @@ cost more than the words. The receiver reads the words until all of them belong 
 it waits for. NCCL's low-latency protocol does the same (Hu et al., 2025, arXiv 2507.04786, section
 on protocols). This moves twice the bytes, so long messages go by `peer_triton`. As there,
 everything that changes from one message to the next is counted on the device, and a program whose
-wait is aborted stores nothing."""
+wait is aborted stores nothing.
+"""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 import triton.language as tl
