@@ -1,8 +1,8 @@
 """Transforms from functions to functions: `graphify`, `pipeline`, `microbatch`, and the parts that
 they are made of.
 
-For pipelines there are also transports (`Local`, `Threads`, `Distributed`, `launch`), schedules
-(`Job`, `decode_jobs`, `jobs_for`, `make_programs`, `interleaved`, `weave`, `check`), and tools that
+Pipelines also have transports (`Local`, `Threads`, `Distributed`, `launch`), schedules (`Job`,
+`decode_jobs`, `jobs_for`, `make_programs`, `interleaved`, `weave`, `check`), and tools that
 simulate and measure their time (`Costs`, `simulate`, `measure`, `compare`, `plan_cohorts`). Effects
 and programs are in `weft.effects`.
 

@@ -4,7 +4,7 @@
 A transform without state needs no protocol: any `f -> f` written with `functools.wraps` will do,
 because `wraps` passes on what weft's transforms look up on a function (its signature, its donated
 arguments, whether it lends its results). A transform with state cannot keep it in an attribute or a
-hook, because a replay runs no Python. Its state is passed in and out like any other.
+hook, because a replay runs no Python. It passes its state in and out, as a step does.
 """
 
 import functools
@@ -32,10 +32,10 @@ _RULES: dict[str, Rule] = {
 @pytree
 @attrs.frozen(eq=False)
 class Carried:
-    """The state of a transformed step: the inner step's state, and the transform's transform_state.
+    """The state of a transformed step: the inner step's state, and the transform's own state.
 
     Args:
-        state: the inner step's state, which may be a `Carried` too.
+        state: the inner step's state, itself a `Carried` if that step is transformed too.
         transform_state: the transform's state, a tree of tensors.
     """
 
@@ -53,27 +53,27 @@ def _carried(state: Any, transform_state: Any) -> Carried:
 
 @attrs.frozen
 class Transform:
-    """A transform of steps and stages that carries its transform_state state, as two pure
-    functions. Called with a step `(params, state, batch) -> (state, out)`, or with a stage, which
-    takes a fourth argument, it returns a step or stage over `Carried`.
+    """A transform of steps and stages that carries its own state, written as two pure functions.
+    Called with a step `(params, state, batch) -> (state, out)`, or with a stage, which takes a
+    fourth argument, it returns a step or stage over `Carried`.
 
     It works inside and outside `graphify`, `piecewise`, `pipeline`, `scan`, `microbatch` and other
     transforms, and under `vmap` and `grad`, because it is a pure function. Under a ladder it sees
     padding, as every step does.
 
     Args:
-        init: `(params, state) -> transform_state`: makes the transform's first state, as new
+        init: `(params, state) -> transform_state`: makes the transform's initial state, as new
             tensors on the state's device.
         apply: `(step, transform_state, params, state, *rest) -> (transform_state, state, out)`:
             calls the step any number of times, each time with the state that the previous call
-            returned, and returns the next values of all three. If the step donates its state,
-            `transform_state` is donated with it and may be written in place. Otherwise return a new
-            one.
+            returned, and returns the next `transform_state` and `state`, and `out`. If the step
+            donates its state, `transform_state` is donated with it and may be written in place;
+            otherwise return a new one.
 
     Raises:
         ProgramError: `init` or `apply` is not a function; or, at a call, the state is not a
             `Carried`, or `apply` returns something else.
-        DonatedError: at a call, an argument that was donated before.
+        DonatedError: at a call, an argument was donated before.
 
     >>> import torch, weft
     >>> counted = Transform(
@@ -96,7 +96,7 @@ class Transform:
             check_values(f"Transform({name}={part!r:.60})", _RULES, {name: part}, ProgramError)
 
     def carry(self, params: Any, state: Any) -> Carried:
-        """The first state of a transformed step, made from the first state of the inner step."""
+        """Make the initial state of a transformed step from the initial state of the inner step."""
         refuse_donated_in("Transform(...).carry(...)", params=params, state=state)
         return _carried(state, self.init(params, state))
 
@@ -128,10 +128,10 @@ class Transform:
 
 
 def lift(advance: F) -> F:
-    """Make `advance`, whose first argument is a state, work on `Carried` states too: what
-    transforms carry is unchanged.
+    """Make `advance`, whose first argument is a state, work on `Carried` states too, and leave what
+    transforms carry unchanged.
 
-    Use it as `pipeline(stages, advance=lift(weft.advance))`, where some stages are transformed and
+    Use it as `pipeline(stages, advance=lift(weft.advance))` when some stages are transformed and
     others are not.
 
     Raises:

@@ -1,5 +1,5 @@
-"""Explanations: what a call would do, and why; the difference between a call and the captured ones,
-and the advice that avoids it; warnings for functions that capture, or run inline, at every call.
+"""Explanations: what a call would do, and why; how a call differs from the captured ones, and how to
+avoid that; warnings for functions that capture, or run inline, at every call.
 """
 
 import contextlib
@@ -50,8 +50,8 @@ _MOST_SHOWN = 4
 
 @attrs.frozen
 class Miss:
-    """The difference between a call and a captured one, in words, and the code that avoids it, if
-    that is known."""
+    """The difference between a call and a captured one, in words, and the code that avoids it
+    (empty if unknown)."""
 
     differs: str
     remedy: str = ""
@@ -64,14 +64,15 @@ class Miss:
 
 @attrs.frozen
 class Changed:
-    """The fields in which two keys differ and that can differ anew at every call.
+    """The fields in which two keys differ, of the kinds that can differ again at every call.
 
     Args:
         donated: donated arguments at another address.
         references: other arguments captured by reference, at another address.
         values: leaves that are numbers, with the new number.
         has_others: whether the keys differ in other fields too.
-        outside: what the function reads from outside its arguments, and has changed, in words.
+        outside: what has changed of the things that the function reads from outside its arguments,
+            in words.
     """
 
     donated: tuple[str, ...]
@@ -119,8 +120,8 @@ class Changed:
 def changed_between(
     new: Key, old: Key, names: Callable[[], Iterable[str]], donated: Sequence[str]
 ) -> Changed:
-    """Sort the fields in which two keys differ by kind; `names` makes those of the leaves, which
-    takes milliseconds."""
+    """Sort the fields in which two keys differ by kind. `names` makes the names of the leaves; it is
+    called only if needed, because it takes milliseconds."""
     if any(
         one != other for one, other in zip(_besides_leaves(new), _besides_leaves(old), strict=True)
     ):
@@ -150,7 +151,7 @@ def changed_between(
 
 
 def _besides_leaves(key: Key) -> tuple[Any, ...]:
-    """The parts of a key without those of its leaves."""
+    """Everything in a key except the keys of its leaves."""
     structures = [(part.structure, part.keys) for part in (key.references, key.copied)]
     return key.ambient, key.mode, key.statics, key.descriptor, *structures
 
@@ -253,7 +254,8 @@ def miss_between(new: Key, old: Key, names: Sequence[str], donated: Sequence[str
 def nearest_miss(
     key: Key, memo: Mapping[Key, Any], names: Sequence[str], donated: Sequence[str]
 ) -> Miss:
-    """The difference between `key` and the most similar captured key."""
+    """The difference between `key` and the most similar captured key, preferably of the same
+    class."""
     if not memo:
         return Miss("nothing is captured yet")
 
@@ -266,8 +268,8 @@ def nearest_miss(
 
 @attrs.define
 class Recaptures:
-    """Warns once if a function captures at every call: if `ENDLESS` captures in a row each differ
-    from the one before only in the same addresses and numbers, and no call in between replayed an
+    """Warns once if a function captures at every call: if each of `ENDLESS` captures in a row differs
+    from the previous one only in the same addresses and numbers, and no call in between replayed an
     existing graph.
 
     Args:
@@ -291,9 +293,9 @@ class Recaptures:
         Args:
             names: makes the names of the key's leaves.
             replays: the number of replays of all graphs so far.
-            outside: what had changed outside, if a graph of this key was dropped for that.
+            outside: what had changed outside the arguments, if that made a graph of this key stale.
         """
-        # the call that captures a graph replays it once
+        # A call that captures a graph also replays it once, so one replay more is no reuse.
         last = self._last
         quiet = replays <= self._replays + 1
         self._last = key
@@ -324,7 +326,8 @@ class Recaptures:
 
 
 _MOST_REASONS = 64
-# Stands for all reasons after the first `_MOST_REASONS`.
+# Stands for all reasons after the first `_MOST_REASONS`: reasons contain sizes, so their number has
+# no other bound.
 OTHER_REASONS = "other reasons"
 # The reason of calls that run inline, whatever the argument; `explain` names it.
 INLINE = "autograd must see the operators, or an argument has no fixed addresses"
@@ -333,7 +336,7 @@ INLINE = "autograd must see the operators, or an argument has no fixed addresses
 @attrs.define
 class EagerCalls:
     """The calls that ran the function itself, by reason. If `weft.config` asks for messages, each
-    new reason is logged: that no class covers a batch is one reason for each class.
+    new reason is logged. "No class covers the batch" is a separate reason for each class of batch.
 
     Args:
         name: the function's name.
@@ -386,7 +389,7 @@ class Inlines:
 
 
 def outside_name(fn: Callable[..., Any], tensor: Tensor) -> str:
-    """The name that a function has for a tensor which it reads and is not passed:
+    """The name by which a function reads a tensor that is not an argument, such as
     `model.lm_head.weight`."""
     for name, value in _values_read_by(inspect.unwrap(fn)):
         parameters = value.named_parameters() if isinstance(value, nn.Module) else [("", value)]

@@ -62,6 +62,7 @@ R = TypeVar("R")
 # Seconds before a progress bar shows: a notebook keeps every bar, so bars of short captures would
 # be noise.
 _PROGRESS_BAR_DELAY = 1.0
+# For `clear_caches`. Weak, so that a function's graphs go with the function.
 _ALL: "weakref.WeakSet[Graphified[..., Any]]" = weakref.WeakSet()
 
 
@@ -72,6 +73,8 @@ class Graphified(Generic[P, R]):
 
     def __init__(self, graphable: Graphable) -> None:
         functools.update_wrapper(self, graphable.fn, updated=())
+        # Attributes of the function show on this object, but must not hide the methods of this
+        # class; so `update_wrapper` may not copy them itself.
         attributes = getattr(graphable.fn, "__dict__", {})
         extra_attributes = {
             name: value for name, value in attributes.items() if not hasattr(Graphified, name)
@@ -86,7 +89,8 @@ class Graphified(Generic[P, R]):
 
     @property
     def __weft_owns_results__(self) -> Self:
-        """A result is a copy, unless the function lends it."""
+        """Marks results as copies (`weft.transforms.graphs.calls.borrowing.owns_results`), which
+        they are unless the function lends them."""
         return self
 
     @property
@@ -106,7 +110,7 @@ class Graphified(Generic[P, R]):
 
     @uncompiled
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Take the fast path if an earlier call was like this one, and the general one otherwise."""
+        """Take the fast path if an earlier call was like this one, else the general path."""
         call = None
         modes = None
         if in_plain_surroundings() and may_replay():
@@ -128,9 +132,9 @@ class Graphified(Generic[P, R]):
         return self._call(args, kwargs, call, modes)
 
     def _call_in_modes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
-        """Take the fast path of calls in these function modes, which do not see it (torch would ask
-        them about every property that it reads), in `batch_invariant()`, and on a rank of a mesh.
-        """
+        """Take the fast path of calls in function modes, in `batch_invariant()` or on a rank of a
+        mesh. The modes are off meanwhile, because torch would call them for every property that the
+        fast path reads of a tensor."""
         if watches_borrows():
             return self._call(args, kwargs)
         modes = modes_around()
@@ -150,8 +154,8 @@ class Graphified(Generic[P, R]):
         return self._call(args, kwargs, call, modes)
 
     def _replay(self, plan: Plan, leaves: Sequence[Any]) -> R:
-        """Fill the input buffers from the leaves of a call (its donated ones already taken),
-        replay, make the result."""
+        """Fill the input buffers from the leaves of a call, whose donated leaves are already taken;
+        replay; make the result."""
         if plan.wait_for_last_replay is not None:
             plan.wait_for_last_replay()
         if plan.fill is not None:
@@ -173,10 +177,10 @@ class Graphified(Generic[P, R]):
         prepared_call: Call | None = None,
         modes: tuple[Any, ...] | None = None,
     ) -> R:
-        """Answer any call, also the first of its signature.
+        """Answer any call, including the first of its signature.
 
         Args:
-            prepared_call: the call if its arguments are already sorted.
+            prepared_call: the call, if its arguments are already sorted by role.
             modes: the function modes around the call; None if it cannot take the fast path.
         """
         call = prepared_call or make_call(self._graphable.roles, self._graphable.name, args, kwargs)
@@ -193,8 +197,8 @@ class Graphified(Generic[P, R]):
         kwargs: dict[str, Any],
         modes: tuple[Any, ...] | None,
     ) -> Plan | Eager:
-        """The plan of a call, which the fast path finds from now on, if it may; or the reason why
-        the function itself runs."""
+        """The plan of a call, or the reason why the function itself runs. If later calls may use the
+        plan, the fast path finds it from now on."""
         plan, is_kept = self._cache.plan(call, hashable_signature(call, self._graphable.name))
         if isinstance(plan, Plan) and is_kept and modes is not None and plan.may_run():
             with WithoutFunctionModes() if modes else contextlib.nullcontext():
@@ -212,22 +216,23 @@ class Graphified(Generic[P, R]):
         return lambda plan: training() and (holds is None or holds(plan))
 
     def _inline(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
-        """Run the function itself; inside another capture or transform the call is not counted."""
+        """Run the function itself, and count the call unless it is inside another capture or
+        transform."""
         if enclosing_transform() is None:
             with self._lock:
                 self._cache.note_inline(lambda: inline_reason(call))
         return self._run_without_graph(args, kwargs)
 
     def _run_without_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
-        """Run the function without a graph, with the bits that a graph has."""
+        """Run the function without a graph, with the same bits in the result as a graph's."""
         with without_attention_fast_path():
             return self._fn(*args, **kwargs)
 
     def _answer(
         self, plan: Plan | Eager, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> R:
-        """Replay the graph; run the function itself if there is no graph, or if it may not replay
-        here."""
+        """Replay the graph, or run the function itself if there is no graph or if the graph may not
+        replay here."""
         if isinstance(plan, Eager) or not plan.may_run():
             with self._lock:
                 if isinstance(plan, Eager):
@@ -248,7 +253,7 @@ class Graphified(Generic[P, R]):
             return result
 
     def _with_donation_note(self, error: Exception) -> Exception:
-        """Add to an error that an operator raised in a replay a note about the donated arguments."""
+        """Add a note about the donated arguments to an error that a replay raised."""
         if donated := ", ".join(self._graphable.roles.donated):
             error.add_note(
                 f"{self._graphable.name} took {donated} before its replay failed: their storage"
@@ -257,7 +262,8 @@ class Graphified(Generic[P, R]):
         return error
 
     def _take_donated(self, call: Call) -> list[Any]:
-        """Take the donated arguments from the caller, and return the leaves by reference."""
+        """Take the donated arguments from the caller, and return all leaves by reference, donated
+        ones first."""
         roles = self._graphable.roles
         donated = {name: call.references[name] for name in roles.donated if name in call.references}
         taken = [
@@ -266,8 +272,8 @@ class Graphified(Generic[P, R]):
         return [*tree_leaves(taken), *call.reference_leaves[call.num_donated :]]
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """Bind to an instance, which becomes the first argument and part of the key, if the
-        function itself would: a bound method and a callable object do not."""
+        """Bind to an instance, which becomes the first argument and part of the key, if the function
+        itself would bind; bound methods and callable objects do not."""
         fn = self._graphable.fn
         binds = hasattr(type(fn), "__get__") and not isinstance(fn, types.MethodType)
         if binds and instance is not None:
@@ -275,7 +281,7 @@ class Graphified(Generic[P, R]):
         return self
 
     def _example(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Make a call whose arguments serve as examples: nothing in it is donated."""
+        """Make a call whose arguments serve as examples: nothing is taken from the caller."""
         call = make_call(self._graphable.roles, self._graphable.name, args, kwargs)
         hashable_signature(call, self._graphable.name)
         check_call(call, self._graphable.name)
@@ -321,11 +327,12 @@ class Graphified(Generic[P, R]):
 
     def compile_ahead(self, /, *args: P.args, **kwargs: P.kwargs) -> None:
         """Compile the kernels that `capture` will launch, several at once, with a progress bar; or
-        those of the call itself, if no class of the ladder covers it. On a CPU it does nothing.
+        the kernels of the call itself, if no class of the ladder covers it. On a CPU it does
+        nothing.
 
         Nothing is captured, and no state changes. The function runs once per class, with zeros as
-        the results of weft's own operators: it is for functions of these operators (transfers
-        excepted). Without it, a capture compiles its kernels one after another.
+        the results of weft's own operators, so it should consist of these operators (transfers
+        excepted). Without `compile_ahead`, a capture compiles its kernels one after another.
         """
         call = self._example(args, kwargs)
         with self._lock:
@@ -333,10 +340,11 @@ class Graphified(Generic[P, R]):
                 compile_ahead(self._graphable, call, self._cache)
 
     def rehearse(self, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Prepare for calls like this one: if their class is captured, plan the replay. If no class
-        covers them, run the function once on padding, if there is memory, so that libraries are
-        ready. Arguments and default generators are left as they are; a capture would refuse a
-        function that writes to anything else, this does not."""
+        """Prepare for calls like this one: plan the replay if their class is captured.
+
+        If no class covers them, run the function once on padding, if there is memory, so that
+        libraries are ready. Arguments and default generators are left as they are. Unlike a
+        capture, this does not refuse a function that writes to anything else."""
         call = self._example(args, kwargs)
         if runs_inline(call):
             return
@@ -408,9 +416,9 @@ class Graphified(Generic[P, R]):
         of capturing.
 
         A batch that no class of the ladder covers is not a miss: it runs eagerly, as before
-        (`cache_info().eager`). So does a call that autograd must see, or one with a sparse argument
-        (`explain`). There is no miss inside `weft.no_capture()` either, because nothing would be
-        captured there."""
+        (`cache_info().eager`). So does a call that autograd must see, or a call with a sparse
+        argument (`explain`). Inside `weft.no_capture()` there are no misses either, because nothing
+        would be captured there."""
         self._cache.frozen = True
         return self
 
@@ -457,12 +465,13 @@ class Graphified(Generic[P, R]):
             )
 
     def cache_clear(self) -> None:
-        """Drop all graphs, their memory and the counts; a frozen function thaws."""
+        """Drop all graphs, their memory and the counts, and end a freeze."""
         with self._lock:
             self._cache.clear()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy the function without its graphs, as for `copy.deepcopy` of a module that holds it."""
+        """Copy or pickle the function without its graphs, for example in `copy.deepcopy` of a module
+        that holds it."""
         return type(self), (self._graphable,)
 
     def _repr_html_(self) -> str:

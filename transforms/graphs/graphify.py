@@ -1,5 +1,5 @@
-"""`graphify` makes a pure function replay: it memoizes one captured graph per key, and does not
-change the results. `piecewise` does the same with graphs that are interrupted at named operators.
+"""`graphify` makes a pure function replay: it memoizes one captured graph per key and does not
+change the results. `piecewise` does the same, but splits each graph at named operators.
 
 step = graphify(step, ladder=make_ladder("full", limits))
 state, out = step(params, state, batch)      # captures this batch's class once, then replays it
@@ -50,26 +50,26 @@ def graphify(
     The key (`weft.transforms.graphs.calls.call.key_of`) holds the tree structure of the arguments;
     static and other non-tensor values; each tensor's shape, dtype, stride and device; the batch's
     class; the addresses of arguments captured by reference; and the call's surroundings (grad mode,
-    autocast, function modes, torch's global switches). Results are safe unless borrowed: a later
-    call does not change them. Inside another capture or a torch.func transform, and where autograd
-    would record, the function itself runs.
+    autocast, function modes, torch's global switches). Unless results are borrowed, no later call
+    changes them. Inside another capture or a torch.func transform, and where autograd would record,
+    the function itself runs.
 
-    In `eval()`, `nn.MultiheadAttention` and the transformers of torch.nn call one operator for a
-    whole layer where they can, their fast path. A graphified function takes it neither in a graph
-    nor where the function itself runs: its bits are those with
+    In `eval()`, `nn.MultiheadAttention` and the transformers of torch.nn have a fast path: one
+    operator for a whole layer. A graphified function never takes it, neither in a graph nor where
+    the function itself runs. So its results have the bits of a call under
     `torch.backends.mha.set_fastpath_enabled(False)`, and differ in the last digits from a plain
     call with the fast path. Where values differ beyond that, the capture is refused: an
     `nn.TransformerEncoder` with a padding mask returns zeros for padding on its fast path, unless
     it has `enable_nested_tensor=False`.
 
-    What the function reads from outside its arguments is compared at each call as far as that is
-    cheap. These lead to a new capture: tensors that were given other memory; parameters of modules
-    that were replaced; modules that ask for their mode and have switched it; globals and nonlocals
-    that name another object; and functions, modules and tensors that were replaced in a list, in a
-    dict or among the attributes of an object. Another change inside an object (a number, another
-    object) is not seen, because Python code runs at the capture only; `verify` finds it. One that
-    the recorded run itself makes in a module or in a plain object that the function names, however
-    deep, such as a counter, is refused by its path.
+    Each call compares what the function reads from outside its arguments, as far as that is cheap.
+    These changes lead to a new capture: a tensor has other memory; a parameter of a module was
+    replaced; a module that reads its mode has switched it; a global or a nonlocal names another
+    object; a function, module or tensor was replaced in a list, in a dict or among the attributes
+    of an object. Any other change inside an object (a number, another object) is not seen, because
+    Python code runs at the capture only; `verify` finds it. If the recorded run itself makes such a
+    change, for example to a counter, in a module or plain object that the function names, however
+    deep, the capture is refused with an error that gives the path.
 
     `torch.cuda.is_current_stream_capturing()` is True during every capture, even without a GPU. So
     code that skips host reads inside CUDA graphs skips them in captures on a CPU too.
@@ -82,28 +82,28 @@ def graphify(
             run on padding, and a donated tensor of over 64 MiB is not saved before a capture.
         split_at: names of operators (`weft::paged_attention`) that stay outside the graphs in mode
             piecewise: the classes of the ladder's `piecewise` part (without a ladder, all
-            signatures) are captured as the pieces between them. Under a ladder, a function that
-            calls none of them is one piece; without, it is refused.
+            signatures) are captured as the pieces between these operators. A function that calls
+            none of them is one piece under a ladder, and is refused without one.
         donate_argnames: arguments whose storage the function takes, such as the state (in addition
-            to those that `weft.donates` declares). The first part of the result with their
-            structure is their next value, and is kept in their storage. They are captured by
-            reference, so pass on what the call returned: a new state is a miss.
+            to those that `weft.donates` declares). The first part of the result with the structure
+            of such an argument is its next value, and is kept in its storage. Donated arguments are
+            captured by reference, so pass on what the call returned: a new state is a miss.
         static_argnames: arguments with hashable values that are not tensors; they are part of the
-            key. An object of a class that defines no `__eq__` is equal to itself alone, whatever it
+            key. An object of a class that defines no `__eq__` is equal only to itself, whatever it
             holds: as with `jax.jit`, a change inside it after the capture is not seen.
         reference_argnames: arguments that are captured by reference and not copied: a call with
             tensors at other addresses is a miss. None: `params`, if there is such an argument.
         backend: `cuda`, `tape`, or None to choose by the device of the arguments.
         outputs: `safe`: results are copies, which no later call changes. `borrow`: results are the
-            graph's own buffers, which the next replay overwrites, for a caller that has finished
-            with them before it calls again (`weft.check_borrowed()` finds a use after that).
+            graph's own buffers, which the next replay overwrites; for callers that are done with
+            the results before they call again (`weft.check_borrowed()` finds later uses).
         max_captures: the most graphs to hold; beyond it, the least recently used is dropped. None:
             any number.
         collectives: whether collective operations (torch.distributed) may be captured. Every rank
             must then capture and replay in the same order.
-        verify: run the function itself, too, at each call whose number is a multiple of this one,
-            and compare the results bit by bit, for tests and for debugging. It finds what a replay
-            cannot see: a Python value that has changed outside the arguments.
+        verify: at every `verify`-th call, also run the function itself and compare the results bit
+            by bit; for tests and debugging. It finds what a replay cannot see: a Python value that
+            has changed outside the arguments.
 
     Raises:
         CaptureError: at the first call, if the function reads tensors on the host, branches on
@@ -112,14 +112,14 @@ def graphify(
             the line. Also if an argument or a result cannot be part of a key: subclasses of Tensor,
             arbitrary objects.
         CacheMissError: a miss after `freeze()`.
-        VerificationError: a replay differs from the function itself (`verify`); it names the first
-            operator that does.
+        VerificationError: a replay differs from the function itself (`verify`); the error names the
+            first operator that differs.
 
-    The alignment of a copied argument to 16 bytes is part of its signature, because kernels choose
-    by it and the last bits depend on that: rows of a matrix may have up to four graphs; those of a
-    clone have one.
+    The address of a copied argument modulo 16 bytes is part of its signature, because kernels are
+    chosen by alignment and the last bits depend on the kernel. So rows of a matrix may have up to
+    four graphs; clones of the rows have one.
 
-    If the device's memory is full at a capture, a warning says so. That call and later ones then
+    If the device's memory is full at a capture, a warning says so; that call and later ones then
     use the graphs that exist, or run the function itself.
 
     >>> import torch
@@ -147,7 +147,7 @@ def graphify(
         return lambda f: graphify(f, **options)
     if isinstance(
         fn, staticmethod | classmethod
-    ):  # the decorator below graphify, which has to be the outer one
+    ):  # `@graphify` stands above `@staticmethod`, but the descriptor has to be the outer one
         outer: Any = type(fn)(graphify(fn.__func__, **options))
         return outer  # type: ignore[no-any-return]
     graphable = make_graphable(fn, options)
@@ -182,10 +182,10 @@ def piecewise(
     """`graphify` in pieces: the capture is interrupted at each operator of `split_at`, which stays
     outside the graphs.
 
-    Use it for an operator that cannot be captured, or that needs the host's values (an attention
-    kernel that plans its launch), inside a function whose other operators should replay. It takes
-    any function, because the function is recorded as it runs and not traced. The pieces share one
-    memory pool, and only the operator runs between two of them.
+    Use it when a function should replay except for one operator that cannot be captured, or that
+    needs values on the host (an attention kernel that plans its launch). It takes any function,
+    because the function is recorded as it runs and not traced. The pieces share one memory pool,
+    and only the split operator runs between two of them.
 
     Args:
         fn: a pure function over pytrees of tensors. Without it, `piecewise` is a decorator.

@@ -17,7 +17,7 @@ from weft.errors import DescriptorError, LoweredModeWarning
 D = TypeVar("D", bound=Descriptor)
 
 MODES = ("none", "piecewise", "full_decode_only", "full", "full_and_piecewise")
-# The next lower mode; of the others it is `none`.
+# The next lower mode of each; a mode that is missing here is lowered to `none`.
 _LOWER = {
     "full": "full_and_piecewise",
     "full_decode_only": "piecewise",
@@ -73,8 +73,9 @@ class Limits:
 
 @attrs.frozen
 class Ladder(Tabled, Generic[D]):
-    """The classes that may be captured, largest first, as whole graphs and as pieces. Shortening
-    one part does not shorten the other. Iteration yields the classes of both.
+    """The classes that may be captured, largest first, as whole graphs and as pieces. The two parts
+    are independent: shortening one does not shorten the other. Iteration yields the classes of
+    both.
 
     Args:
         full: classes of whole graphs.
@@ -89,9 +90,9 @@ class Ladder(Tabled, Generic[D]):
         """The ladder of whole graphs with a class for each combination of sizes.
 
         Args:
-            kind: the class of descriptors. If it inherits from `weft.Descriptor`, its order is that
-                of the sizes: a batch then runs under the least of each that it fits in.
-            sizes: for each argument of `kind`, its values, or the one that all have.
+            kind: the class of descriptors. If it inherits from `weft.Descriptor`, descriptors are
+                ordered size by size: a batch runs under the least value of each size that holds it.
+            sizes: for each argument of `kind`, its values, or one value for all classes.
 
         Raises:
             DescriptorError: `kind` is not a class of descriptors, an argument has no values or
@@ -129,7 +130,7 @@ class Ladder(Tabled, Generic[D]):
 
 
 def _volume(descriptor: Any, names: Iterable[str]) -> tuple[int, ...]:
-    """The order of a product: the largest first, and among equal ones by the sizes in order."""
+    """The sort key of a product's classes: their volume, then their sizes in order."""
     sizes = [getattr(descriptor, name) for name in names]
     return (math.prod(sizes), *sizes)
 
@@ -160,8 +161,8 @@ def _make(kind: Callable[..., D], sizes: Mapping[str, int]) -> D:
 
 
 def _check_product(kind: Any, sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The values of each argument of a product. Raises DescriptorError where they make no
-    descriptors."""
+    """The values of each argument of a product. Raises DescriptorError if no descriptors can be made
+    of them."""
     call = _product_text(kind, sizes)
     if isinstance(kind, type):
         arguments = argument_names(kind)
@@ -201,8 +202,8 @@ def _check_product(kind: Any, sizes: Mapping[str, Any]) -> dict[str, tuple[int, 
 
 
 def _kinds(mode: str, classes: Sequence[Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield (mode, kind, sizes in increasing order) for each kind of classes; a user's own classes
-    appear as they print."""
+    """Yield (mode, kind, sizes in increasing order) for each kind of classes; classes that are not
+    `BatchDescriptor` appear as they print."""
     groups: dict[tuple[str, str], list[Any]] = {}
     for descriptor in reversed(classes):
         groups.setdefault(_kind(descriptor), []).append(descriptor)
@@ -219,7 +220,7 @@ def _kinds(mode: str, classes: Sequence[Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def _kind(descriptor: Any) -> tuple[str, str]:
-    """The kind of a class, and the name of its size."""
+    """The kind of a class, and the name of the attribute that holds its size."""
     if not isinstance(descriptor, BatchDescriptor):
         return type(descriptor).__name__, ""
     if descriptor.num_active_loras:
@@ -241,7 +242,7 @@ def as_ladder(ladder: Ladder[D] | Sequence[D]) -> Ladder[D]:
 def rungs(limit: int) -> tuple[int, ...]:
     """The numbers of requests of uniform classes: 1, 2, 4, 8, then steps of 8 up to 128, then eight
     steps per doubling, up to and including `limit`. Above 8, padding is at most 8 requests or an
-    eighth of the batch.
+    eighth of the batch, whichever is more.
 
     >>> rungs(20), rungs(300)[-4:]
     ((1, 2, 4, 8, 16, 20), (240, 256, 288, 300))
@@ -275,12 +276,12 @@ def token_rungs(limit: int) -> tuple[int, ...]:
 
 
 def lora_rungs(max_loras: int, *, specialised: bool = True) -> tuple[int, ...]:
-    """The numbers of active LoRAs to capture for: 0, and the powers of two up to the maximum (if
-    not specialised, only the maximum).
+    """The numbers of active LoRAs to capture for: 0, the powers of two below the maximum, and the
+    maximum (if not specialised, only 0 and the maximum).
 
     Args:
         max_loras: the most adapters that a batch may use at once.
-        specialised: whether each such number has its own graphs.
+        specialised: whether each of these numbers has its own graphs.
 
     >>> lora_rungs(5), lora_rungs(5, specialised=False), lora_rungs(0)
     ((0, 1, 2, 4, 5), (0, 5), (0,))
@@ -310,9 +311,9 @@ def make_ladder(
     decode mixed with the end of a prefill.
 
     Pieces have ragged classes of up to `max_num_tokens` tokens, each with as many requests as it
-    can hold, so that there is one class per number of tokens. Where there are no whole graphs for
-    them, pieces have the uniform classes above too, in which attention is launched as in a whole
-    graph and sums in the same order.
+    can hold, so that there is one class per number of tokens. Uniform classes that have no whole
+    graph are captured as pieces too; in them attention is launched as in a whole graph and sums in
+    the same order.
 
     A batch that no class covers runs eagerly.
 
@@ -324,8 +325,8 @@ def make_ladder(
             `token_rungs`.
         capability: the graphs in which the attention can run, one of
             `weft.descriptor.CAPABILITIES`.
-        strict: whether a mode that the attention cannot run in is an error; False: it is lowered to
-            the next one in which it can, with a `LoweredModeWarning`.
+        strict: True: a mode in which the attention cannot run is an error. False: it is lowered to
+            the next mode in which attention can run, with a `LoweredModeWarning`.
 
     Raises:
         DescriptorError: the mode or capability is unknown, no batch is within the limits, all sizes
@@ -355,6 +356,7 @@ def make_ladder(
         for d in uniform
         if mode != "piecewise" and (d.query_len == 1 or _includes(capability, "uniform"))
     ]
+    # A ragged class covers uniform batches too, but a uniform class keeps attention's launch.
     if "piecewise" in mode:
         pieces = [*pieces, *(d for d in uniform if d not in whole)]
     if sizes and mode != "none" and not (whole or mixed or pieces):
@@ -371,12 +373,12 @@ def _includes(capability: str, needed: str) -> bool:
 def mode_within(
     call: str, mode: str, query_lens: Sequence[int], capability: str, strict: bool = False
 ) -> str:
-    """The mode, or the next lower one in which attention of this capability can run, with a
-    `LoweredModeWarning`.
+    """The mode itself, or with a `LoweredModeWarning` the next lower mode in which attention of this
+    capability can run.
 
     Args:
-        query_lens: of the uniform batches, as in `Limits`.
-        strict: raise DescriptorError in place of the warning.
+        query_lens: the query lengths of uniform batches, as in `Limits`.
+        strict: raise DescriptorError instead of lowering the mode.
     """
     if tuple(query_lens) == (1,):
         single = "uniform_single_token"
@@ -411,10 +413,10 @@ def mode_within(
 def with_whole(
     ladder: Ladder[BatchDescriptor], inside: Callable[[int | None], bool]
 ) -> Ladder[BatchDescriptor]:
-    """The same classes, as whole graphs those whose attention runs inside of them.
+    """The same classes, but with whole graphs for those whose attention can run inside one.
 
     Args:
-        inside: of a query length (None: ragged).
+        inside: whether attention of a query length (None: ragged) can run inside a graph.
     """
     whole = [d for d in ladder if d in ladder.full or inside(d.query_len)]
     return Ladder(_largest_first(whole), tuple(d for d in ladder.piecewise if d not in whole))
@@ -432,8 +434,10 @@ def _uniform(limits: Limits, sizes: Sequence[int] | None) -> list[BatchDescripto
 
 
 def _ragged(limits: Limits, most: int, sizes: Sequence[int] | None) -> list[BatchDescriptor]:
-    """The ragged classes for batches of up to `most` tokens: of the usual rungs, the same ones
-    whatever that is."""
+    """The ragged classes for batches of up to `most` tokens.
+
+    The usual rungs are those of `max_num_tokens`, up to the first one that holds `most`: so modes
+    with different `most` share their classes."""
     rungs = token_rungs(limits.max_num_tokens) if sizes is None else sizes
     most = next(t for t in rungs if t >= most) if sizes is None else most
     return [

@@ -1,5 +1,5 @@
-"""`Lowered` and `Compiled`, the states of a graphified function for one signature, as in JAX; the
-listing of its operators; the kernels that are compiled ahead of a capture."""
+"""`Lowered` and `Compiled`, the stages of a graphified function for one signature, as in JAX; the
+listing of its operators; and compiling its kernels ahead of a capture."""
 
 import contextlib
 from collections.abc import Callable, Sequence, Set
@@ -88,11 +88,11 @@ class Lowered(Generic[R]):
 
 @attrs.frozen(eq=False, repr=False)
 class Compiled(Generic[R]):
-    """A captured graph as a function. It takes calls of the lowered signature only, with the
+    """A captured graph as a function. It takes only calls of the lowered signature, with the
     arguments captured by reference (donated arguments, params) at the addresses that the lowered
     call had. Where the graphified function would run inline (under autograd, torch.func, another
-    capture), so does this one. For the other grad mode, in which a function may compute something
-    else, it has a second graph, captured at the first such call."""
+    capture), so does this one. A function may compute something else in the other grad mode: the
+    first call in that mode captures a second graph."""
 
     lowered: Lowered[R]
     _graph: Graph
@@ -176,12 +176,13 @@ def _result_text(leaf: Any, reference: int | None, writer: Writer, names: Sequen
 
 
 class _Zeros(OperatorWatch):
-    """Makes weft's operators return zeros, because no kernel writes their results; zeros are valid
-    as any index.
+    """Makes weft's operators return zeros, because no kernel writes their results; zeros are in
+    range for any index.
 
-    A call asks for the same kernels as an earlier one with the same kinds of arguments, in another
-    layer say, and is not passed on: its results are made from what is known of the other's. A
-    collective is passed on each time, because the other ranks take part in it.
+    A call whose arguments are of the same kinds as those of an earlier call, such as the same
+    operator in another layer, needs the same kernels. It is not passed on; its results are zeros
+    with the shapes of the earlier results. A collective is always passed on, because the other
+    ranks take part in it.
     """
 
     def __init__(self) -> None:
@@ -206,8 +207,8 @@ class _Zeros(OperatorWatch):
 
 
 def _kind(value: Any) -> Any:
-    """Everything about an operator's argument that the choice of its kernels may depend on, other
-    than its values."""
+    """Everything about an operator's argument that may decide which kernels it needs, except a
+    tensor's values."""
     if isinstance(value, Tensor):
         return kernel_kind(value)
     if isinstance(value, list):
@@ -216,7 +217,7 @@ def _kind(value: Any) -> Any:
 
 
 def _are_own(outputs: Sequence[Any], inputs: Set[int]) -> bool:
-    """Whether an operator's results are tensors, and each has all of a storage for itself."""
+    """Whether an operator's results are tensors that each fill a new storage of their own."""
     if not all(isinstance(x, Tensor) and x.untyped_storage().nbytes() == x.nbytes for x in outputs):
         return False
     return len({storage_id(x) for x in outputs} - inputs) == len(outputs)
@@ -252,8 +253,8 @@ def compile_ahead(graphable: Graphable, call: Call, cache: Cache) -> None:
     It is for functions of weft's own operators, because another library's operator may fail on
     zeros. A class for which there is no memory is skipped: its capture will report that.
 
-    For graphs it runs on the back end's stream, on which libraries then allocate what they keep. A
-    library that is first called during a capture would allocate that in the graphs' pool.
+    For graphs it runs on the back end's stream, so that libraries allocate their workspaces there.
+    A library that is first called during a capture would allocate them in the graphs' pool.
     """
     if triton_version() is None:
         return
@@ -290,8 +291,8 @@ def compile_ahead(graphable: Graphable, call: Call, cache: Cache) -> None:
 
 def rehearse(graphable: Graphable, call: Call, cache: Cache) -> None:
     """Run the function once, without a graph, on padding of the call's class, if there is memory
-    for it; the arguments are left unchanged. On a rank of a mesh, where others wait for this one's
-    collectives, a full memory is an error."""
+    for it; the arguments are left unchanged. If other ranks of a mesh wait for this rank's
+    collectives, full memory is an error."""
     with ONE_AT_A_TIME, _may_be_full():
         prepared = prepare(graphable, call, cache.descriptor(call), InputBufferPool())
         audit = audit_of(graphable, prepared, cache.backend_for(call).device)
@@ -300,7 +301,7 @@ def rehearse(graphable: Graphable, call: Call, cache: Cache) -> None:
 
 
 def _may_be_full() -> AbstractContextManager[None]:
-    """A context that ends quietly where the memory is full, unless other ranks wait for this one's
+    """A context that suppresses an out-of-memory error, unless other ranks wait for this rank's
     collectives."""
     if others_wait():
         return contextlib.nullcontext()

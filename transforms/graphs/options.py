@@ -49,7 +49,7 @@ class Graphable:
     """A function and its checked options.
 
     Args:
-        fn: the function; its donated arguments are declared on it.
+        fn: the function, with its donated arguments declared on it (`weft.donates`).
         name: its name in messages.
         roles: the roles of its arguments.
         ladder: the classes that may be captured; None: any signature.
@@ -58,7 +58,7 @@ class Graphable:
         borrow: whether results are lent.
         max_captures: the most graphs to hold; None: any number.
         collectives: whether collective operations may be captured.
-        verify: each call of this number is compared with the function itself; None: none.
+        verify: every `verify`-th call is compared with the function itself; None: no call is.
     """
 
     fn: Callable[..., Any]
@@ -154,9 +154,11 @@ def operators_in(call: str, operators: Operators) -> Iterator[str]:
 def _signatures_of(
     call: str, fn: Callable[..., Any]
 ) -> tuple[inspect.Signature, inspect.Signature]:
-    """The signature that names the arguments, and the function's own: those of a decorator with
-    `functools.wraps` and the function that it wraps differ if it adds, drops or renames arguments.
-    """
+    """The signature that names the arguments, and the function's own signature.
+
+    They differ for a decorator that uses `functools.wraps` and adds, drops or renames arguments:
+    `inspect.signature` reports the wrapped function's, but a call must fit the wrapper's. A wrapper
+    that takes `*args` or `**kwargs` has no names to offer, so the wrapped function's are used."""
     try:
         signature = named = inspect.signature(fn)
         with contextlib.suppress(
@@ -211,7 +213,7 @@ def _check_names(call: str, option: str, value: Any) -> None:
 
 
 def _missing_protocol(rung: Any) -> str:
-    """The property that a rung of a ladder lacks to be a descriptor, in words; empty if it is one."""
+    """What a rung of a ladder lacks to be a descriptor, in words; empty if it is a descriptor."""
     kind = type(rung).__name__
     if not callable(getattr(rung, "covers", None)):
         if isinstance(rung, str):
@@ -239,6 +241,7 @@ def _check(call: str, options: GraphifyOptions) -> None:
             (f"; {lack}" for lack in map(_missing_protocol, ladder) if lack), ""
         )
         raise CaptureError(call, problem, instead)
+    # `dispatch` needs a reflexive `covers`, so that a batch of exactly a captured class finds it.
     for rung in ladder or ():
         if (covers := rung.covers(rung)) is not True:
             problem = f"{rung!r}.covers(itself) is {covers!r}"

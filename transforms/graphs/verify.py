@@ -29,8 +29,8 @@ R = TypeVar("R")
 
 
 class Verified(Graphified[P, R]):
-    """A graphified function of which each call whose number is a multiple of `verify` runs the
-    function, too, and compares the results and the states of the random generators bit by bit."""
+    """A graphified function that, at every `verify`-th call, also runs the function itself and
+    compares the results and the states of the random generators bit by bit."""
 
     def __init__(self, graphable: Graphable) -> None:
         super().__init__(graphable)
@@ -47,18 +47,21 @@ class Verified(Graphified[P, R]):
             return super().__call__(*args, **kwargs)
         with self._lock:
             key = self._cache.key(call, decision)
+            # Two copies before the replay takes the donated arguments: one for the function itself,
+            # one to find the operator that differs.
             reference_call = self._with_copies(call)
             spare = self._with_copies(call)
             generators = [*_generators(call)]
             before = [generator.get_state() for generator in generators]
             expected = self._run_itself(reference_call, decision)
             drawn = [generator.get_state() for generator in generators]
+            # The replay must draw the same numbers as the function itself.
             for generator, state in zip(generators, before, strict=True):
                 generator.set_state(state)
             replays = self._cache.count.replays
             result = super().__call__(*args, **kwargs)
             if self._cache.count.replays == replays:
-                return result  # not a replay
+                return result  # this call ran the function itself: there is nothing to compare
             difference = _difference(result, expected)
             if not difference and any(
                 not torch.equal(x, g.get_state()) for x, g in zip(drawn, generators, strict=True)
@@ -76,7 +79,8 @@ class Verified(Graphified[P, R]):
             return result
 
     def _with_copies(self, call: Call) -> Call:
-        """The call with copies of what the function may write: the donated arguments."""
+        """The call with copies of the donated arguments, the only ones that the function may
+        write."""
         donated = {
             name: clone(call.references[name])
             for name in call.references
@@ -124,7 +128,7 @@ class Verified(Graphified[P, R]):
     def _first_difference(
         self, captured: Sequence[Line], call: Call, decision: Decision[Any]
     ) -> str:
-        """The first operator of the function that is not as it was at the capture, in words."""
+        """The first operator of the function that differs from the capture, in words."""
         backend = self._cache.backend_for(call)
         try:
             listing: Listing = lower(
@@ -132,7 +136,7 @@ class Verified(Graphified[P, R]):
             ).listing
         except CaptureError as error:
             return f"; it cannot be captured any more: {error.problem}"
-        except Exception:  # the function's own, which is the difference
+        except Exception:  # the function's own error, which `difference` already names
             return ""
         for index, (now, then) in enumerate(itertools.zip_longest(listing.lines, captured)):
             if now is None or then is None or str(now) != str(then):
@@ -165,8 +169,8 @@ def _generators(call: Call) -> Iterator[torch.Generator]:
 
 
 def _difference(result: Any, expected: Any) -> str:
-    """The first difference between a replay's result and that of the function, in words; empty if
-    there is none."""
+    """The first difference between a replay's result and the function's, in words; empty if there is
+    none."""
     if isinstance(expected, Exception):
         return f"the function raises {type(expected).__name__}: {expected}"
     pairs = leaves_with_names(result), leaves_with_names(expected)

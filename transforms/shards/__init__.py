@@ -1,2 +1,2 @@
-"""`shard`: a function of one rank's part runs on every rank of a mesh, with collectives as effects
-of its program."""
+"""`shard`: a function written for one rank's part runs on every rank of a mesh; its collectives are
+effects of its program."""

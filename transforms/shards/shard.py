@@ -1,5 +1,5 @@
-"""`shard`: a function of one rank's part becomes a function of whole tensors, which every rank of a
-mesh runs."""
+"""`shard`: a function written for one rank's part becomes a function of whole tensors that runs on
+every rank of a mesh."""
 
 import functools
 import inspect
@@ -61,6 +61,7 @@ from weft.trees import (
 )
 from weft.value_keys import value_key
 
+# Beyond this, all traces are dropped: calls with ever new signatures must not fill the memory.
 _MAX_TRACES = 1024
 
 
@@ -69,12 +70,12 @@ class Parts:
     """Each rank's arguments.
 
     Args:
-        by_rank: for each rank.
-        sources: for the identity of each of their tensors, the argument that it is a part of, and
-            its placements.
-        replicas: the identities of those that an earlier rank holds, too.
-        keys: for each rank and tensor, in order, what is the same for equal parts of one tensor
-            alone; and for those that are `PerRank()` their rank, else None.
+        by_rank: the arguments of each rank.
+        sources: by the `id` of each of their tensors, the argument that it is a part of, and that
+            argument's placements.
+        replicas: (rank, `id`) of each tensor that an earlier rank holds too.
+        keys: for each rank and tensor, in order, a pair: a key that only equal parts of the same
+            tensor share; and the rank if the tensor is `PerRank()`, else None.
     """
 
     by_rank: tuple[tuple[Any, ...], ...]
@@ -83,10 +84,11 @@ class Parts:
     keys: tuple[list[tuple[Hashable, int | None]], ...]
 
     def tensors(self, traces: Sequence[Trace], call: str) -> list[list[Tensor]]:
-        """Each rank's tensors. A replica that the function writes in place is a copy.
+        """Each rank's tensors, with a copy for each replica that the function writes in place.
 
         Raises:
-            MeshError: the function writes an argument in place whose ranks hold terms of a sum.
+            MeshError: the function writes in place an argument that is `Partial()`: its ranks hold
+                terms of a sum.
         """
         tensors = []
         for rank, (args, rank_trace) in enumerate(zip(self.by_rank, traces, strict=True)):
@@ -106,6 +108,7 @@ class Parts:
                         problem,
                         "Replicate(), and all_reduce what is written; or return a new tensor",
                     )
+                # Replicas are one tensor in this process: each rank must write to its own copy.
                 if (rank, id(leaf)) in self.replicas:
                     leaves[index] = leaf.clone()
                     self.sources[id(leaves[index])] = self.sources[id(leaf)]
@@ -118,10 +121,10 @@ class Traces:
     """The traces of a function on all ranks, for arguments of one signature.
 
     Args:
-        by_rank: the traces.
-        order: of their effects.
-        closed_over: what they read that is not an argument.
-        results: the leaves of the result that are placed.
+        by_rank: the trace of each rank.
+        order: an order of all ranks' effects in which they can run.
+        closed_over: what the traces read that is not an argument.
+        results: the leaves of the result that have a placement.
     """
 
     by_rank: tuple[Trace, ...]
@@ -131,7 +134,7 @@ class Traces:
 
 
 class Sharded:
-    """A function that every rank of a mesh runs on its part, made by `shard`.
+    """A function that every rank of a mesh runs on its part, as `shard` returns it.
 
     Args:
         fn: the function of one rank's part.
@@ -155,7 +158,7 @@ class Sharded:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         parts = self._parts(self._positional(args, kwargs))
         traces = self._trace(parts)
-        with WithoutAutocast():  # the traces have its conversions
+        with WithoutAutocast():  # the traces already contain its conversions
             leaves_by_rank = run_in_turn(
                 traces.by_rank, traces.order, parts.tensors(traces.by_rank, self._call)
             )
@@ -216,8 +219,8 @@ class Sharded:
         return attrs.evolve(all_parts, by_rank=tuple(map(tuple, by_rank)))
 
     def _check_tensors(self, arg: Any, index: int) -> None:
-        """Raise CaptureError for a tensor whose class may redefine operators, which a trace would
-        not call, and for an object that may change, which a trace would not see."""
+        """Raise CaptureError for a tensor of a subclass, whose own operators a trace would not
+        call, and for a mutable object, whose changes a trace would not see."""
 
         def names() -> list[str]:
             return [f"args[{index}]{name}" for name, _ in leaves_with_names(arg)]
@@ -234,7 +237,7 @@ class Sharded:
         check_plain(leaves, self._call, names, "close over it if it never changes")
 
     def _part(self, placement: Any, tree: Any, rank: int, all_parts: Parts, name: Hashable) -> Any:
-        """A rank's part of a tree that has one placement."""
+        """A rank's part of a tree that has one placement throughout."""
         if isinstance(placement, PerRank):
             if not isinstance(tree, tuple) or len(tree) != self.mesh.num_ranks:
                 problem = (
@@ -272,6 +275,7 @@ class Sharded:
         return tree_map(part, tree)
 
     def _trace(self, parts: Parts) -> Traces:
+        """The traces for arguments of this signature, made anew if a closed-over value changed."""
         flat = [tree_flatten(rank_args) for rank_args in parts.by_rank]
         every = [leaf for leaves, _ in flat for leaf in leaves]
         is_transformed = in_functorch_transform()
@@ -300,7 +304,10 @@ class Sharded:
         keys: Sequence[Sequence[tuple[Hashable, int | None]]],
         grads: bool,
     ) -> Traces:
-        """Trace the function on all ranks."""
+        """Trace the function on all ranks.
+
+        A rank whose first trace changes Python state is traced a second time. A cache that the
+        first trace fills stays as it is in the second; a counter changes again and is refused."""
         if in_functorch_transform():
             wrapped = wrapped_tensors(self._fn)
         else:
@@ -325,6 +332,8 @@ class Sharded:
             in_python.refuse_changes(self._call)
             by_rank.append(rank_trace)
         closed_over = [x for one in by_rank for x in one.closed_over]
+        # Only a trace shows which tensors are closed over. If one of them requires grad, trace
+        # again with derivatives.
         if not grads and torch.is_grad_enabled() and any(x.requires_grad for x in closed_over):
             return self._make_traces(flat, keys, grads=True)
         with without_modes():
@@ -346,8 +355,8 @@ class Sharded:
     def _join(
         self, traces: Sequence[Trace], leaves_by_rank: Sequence[Sequence[Any]], input_parts: Parts
     ) -> Any:
-        """The whole result. A result that is the ranks' parts of an argument, written in place or
-        not, is the argument."""
+        """The whole result. If a result consists of the ranks' parts of one argument, written in
+        place or not, it is that argument itself."""
         trees = [
             tree_unflatten(list(rank_leaves), one.structure)
             for rank_leaves, one in zip(leaves_by_rank, traces, strict=True)
@@ -388,8 +397,8 @@ class Sharded:
         return tree_map(whole, *parts)
 
     def _compare(self, traces: Traces, results: Sequence[Sequence[Any]]) -> None:
-        """Raise MeshError where ranks differ in what `out_placements` says that they have alike; or
-        where, by their traces, they may differ later: on the other values of a replay, or in their
+        """Raise MeshError if ranks differ in a result that `out_placements` declares replicated; or
+        if, by their traces, they may differ later: in a replay with other values, or in their
         derivatives."""
         for result in traces.results:
             leaves = result.of(results)
@@ -420,7 +429,7 @@ class Sharded:
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the traces: a copy makes its own."""
+        """Everything but the traces: a copy makes its own."""
         return {**vars(self), "_traces": {}}
 
     def __repr__(self) -> str:
@@ -428,9 +437,9 @@ class Sharded:
 
 
 def _is_recorded() -> bool:
-    """Whether a graph or a trace is being made, which will run again on other values."""
+    """Whether this call is part of a capture or a trace, which will run again on other values."""
     place = current_place()
-    is_traced = place is not None and place.number < 0  # by a shard around this one
+    is_traced = place is not None and place.number < 0  # in the trace of an outer shard
     return is_traced or current_looper() is not None or in_trace_of_torch()
 
 
@@ -459,25 +468,25 @@ def shard(f: Callable[..., Any], mesh: Any, in_placements: Any, out_placements: 
 
     The function is written for one rank. It gets that rank's part of each argument, computes with
     it, and exchanges tensors by `weft.all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all` and
-    `ppermute`. On a mesh of one rank the parts are whole, and the collectives but `ppermute`, which
-    names places, change nothing. So compare it on your mesh with itself on one rank: where the
-    results differ, a collective is missing or a placement is wrong.
+    `ppermute`. On a mesh of one rank the parts are the whole tensors, and all collectives except
+    `ppermute`, which names places, change nothing. So compare the function on your mesh with itself
+    on one rank: where the results differ, a collective is missing or a placement is wrong.
 
     Args:
         f: a pure function of tensors, and of trees of them. It is traced once for each rank and
-            signature, and again when a tensor or another value that it reads by name, however deep
-            in an object, is another one. Tensors that it closes over have derivatives, as arguments
-            have. One that is found neither by a name nor inside an object, or that a transform of
-            torch.func has wrapped, makes each call a trace.
+            signature, and again whenever a tensor or other value that it reads by name, however
+            deep in an object, was replaced. Closed-over tensors have derivatives, as arguments
+            have. A closed-over tensor that is found neither by a name nor inside an object, or that
+            a transform of torch.func has wrapped, causes a new trace at each call.
         mesh: a `Mesh`, a dict of sizes by axis, or a `torch.distributed.device_mesh.DeviceMesh`
             with names.
-        in_placements: a tuple with a placement for each argument; one that is not a tuple holds for
+        in_placements: a tuple with a placement for each argument; a single placement holds for
             every argument. A placement is `Shard(dim)`, `Replicate()` or `Partial()`, of weft or of
             `torch.distributed.tensor`. On a mesh of several axes, name the axis:
-            `Placements(tensor=Shard(0))`. For an argument that is a tree, give a tree of
-            placements, which may end above its leaves: a placement holds for all that is below it.
+            `Placements(tensor=Shard(0))`. For an argument that is a tree, pass a tree of
+            placements, which may end above its leaves: a placement holds for everything below it.
             `PerRank()`: the argument is a tuple with a tree for each rank.
-        out_placements: of the result, likewise.
+        out_placements: the placements of the result, in the same form.
 
     Returns:
         A function of whole tensors, with the signature of `f`. It runs all ranks in this thread;
@@ -486,13 +495,13 @@ def shard(f: Callable[..., Any], mesh: Any, in_placements: Any, out_placements: 
         anything runs.
 
     Raises:
-        MeshError: placements that do not fit the mesh, the arguments or the results; results of
-            other shapes or dtypes on other ranks; a result that is placed as `Replicate()`, and of
-            which ranks have different values; or, in a graph or a derivative, one that they do not
-            compute from the same values.
-        ProgramError: ranks that do not run the same collectives in the same order.
-        CaptureError: a function that reads the values of tensors, writes one in place that is no
-            argument, or draws random numbers; or a tensor of a subclass of `torch.Tensor`.
+        MeshError: placements do not fit the mesh, the arguments or the results; shapes or dtypes of
+            a result differ between ranks; values of a result placed as `Replicate()` differ between
+            ranks; or, in a graph or a derivative, ranks do not compute such a result from the same
+            values.
+        ProgramError: ranks do not run the same collectives in the same order.
+        CaptureError: the function reads the values of tensors, writes a tensor in place that is not
+            an argument, or draws random numbers; or a tensor is of a subclass of `torch.Tensor`.
 
     >>> import torch, weft
     >>> def mlp(params, x):  # columns of `up` and rows of `down`: one sum over the ranks
