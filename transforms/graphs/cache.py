@@ -1,8 +1,8 @@
 """`Cache`: the graphs of one graphified function, captured on demand, found by key and evicted.
 
-An entry has a graph and the plans by which calls of different signatures replay it. It alone holds
-them: other tables, which find a plan without its key, hold weak references. So an evicted entry is
-gone at once.
+An entry has a graph and the plans by which calls of different signatures replay it. Only the entry
+holds them: the other tables, which find a plan without its key, have weak references. So the memory
+of an evicted entry is freed at once.
 """
 
 import functools
@@ -48,19 +48,20 @@ from weft.trees import find_descriptors
 _NO_LADDER = "no ladder, so each signature has its own graph"
 NO_REPLAY = "inside weft.no_capture(replay=False)"
 _LOG = logging.getLogger("weft")
+# Plans are cheap to make again; calls with ever new signatures must not fill the memory.
 _MAX_SIGNATURES = 4096
 
 
 @attrs.frozen(eq=False, weakref_slot=True)
 class Plan:
-    """The way in which a graph answers the calls of one signature.
+    """How a graph answers the calls of one signature.
 
     Args:
         graph: the graph.
         wait_for_last_replay: makes the current stream wait for the last replay, if that ran on
             another stream; None on the CPU.
         fill: fills the graph's input buffers from the leaves of a call, those by reference first;
-            None if it has no buffers.
+            None if the graph has no buffers.
         run: replays the graph.
         handover: makes the result.
     """
@@ -71,8 +72,8 @@ class Plan:
     run: Callable[[], None]
     handover: Handover
     holds: Callable[[], bool] | None
-    """Returns whether what the graph reads from outside its arguments is what it was; None: it
-    reads nothing."""
+    """Returns whether everything that the graph reads from outside its arguments is unchanged;
+    None: it reads nothing from there."""
 
     def may_run(self) -> bool:
         """Whether the graph may replay now: not inside `no_capture(replay=False)`, and not where
@@ -80,13 +81,13 @@ class Plan:
         return may_replay() and not self.graph.needs_autograd()
 
     def reads_the_same(self) -> bool:
-        """Whether what the graph reads from outside its arguments is what it was."""
+        """Whether everything that the graph reads from outside its arguments is unchanged."""
         return self.holds is None or self.holds()
 
     def condition(self) -> "Callable[[Plan], bool] | None":
-        """The condition that this plan adds to those of the fast path, besides `holds`: nothing
-        that its graph reads from outside has come to require grad, and torch's back-end switches
-        choose the same kernels. None: none."""
+        """The condition that this plan adds to the guards of the fast path and to `holds`: no
+        tensor that the graph reads from outside requires grad by now, and torch's back-end switches
+        still choose the same kernels. None: no condition."""
         if self.graph.consults_switches:
             switches = backend_switches()
         else:
@@ -121,7 +122,7 @@ def make_plan(
 
 @attrs.frozen
 class Eager:
-    """The answer to a call by the function itself, and the reason for it."""
+    """Says that the function itself answers a call, and why."""
 
     reason: str
 
@@ -131,9 +132,9 @@ class Entry:
     """A graph and the plans that replay it, by signature.
 
     Args:
-        references: the key's part for arguments by reference, which equal calls take, so that it is
-            compared quickly.
-        statics: weak references to static arguments, with whose end the entry goes.
+        references: the key's part for arguments by reference. Calls with an equal part take this
+            object, so that later comparisons are of identity.
+        statics: weak references to static arguments; the entry is dropped when one of them dies.
     """
 
     graph: Graph
@@ -144,8 +145,8 @@ class Entry:
 
 @attrs.define(eq=False)
 class Count:
-    """The number of replays of graphs that may share memory, which are those captured since
-    `cache_clear()`."""
+    """The number of replays of all graphs captured since `cache_clear()`, which may share
+    memory."""
 
     replays: int = 0
 
@@ -197,8 +198,8 @@ class Cache:
         return [entry.graph for entry in self.entries.values()]
 
     def plan(self, call: Call, signature: Key) -> tuple[Plan | Eager, bool]:
-        """The plan for a call with this key before dispatch, captured if there is none, or the
-        reason why the function itself runs; and whether later calls will find it."""
+        """The plan for a call with this key before dispatch, or the reason why the function itself
+        runs; and whether later calls will find it. Captures a graph if there is none."""
         if (cached := self._plans.get(signature)) is not None:
             answer = cached if isinstance(cached, Eager) else cached()
             if isinstance(answer, Eager) or (answer is not None and answer.reads_the_same()):
@@ -241,21 +242,23 @@ class Cache:
             )
 
     def key(self, call: Call, decision: Decision[Any], signature: Key | None = None) -> Key:
-        """The key of a call under a dispatch decision; `signature` is the one before dispatch, if
-        that is known."""
+        """The key of a call under a dispatch decision; `signature` is the key before dispatch, if
+        it is known."""
         return key_of(call, decision.mode, decision.descriptor, signature)
 
     def find(self, key: Key) -> Graph | None:
-        """Find a graph; None if there is none, or if it reads from outside what is no longer there.
+        """Find a graph; None if there is none, or if something that it reads from outside changed.
 
         Raises:
-            CacheMissError: it does so, and the function is frozen.
+            CacheMissError: something that it reads from outside changed, and the function is
+                frozen.
         """
         entry = self.entries.get(key)
         if entry is None or (holds := entry.graph.outside.holds) is None or holds():
             if entry is None:
                 return None
             return entry.graph
+        # `holds` is quick and strict; `change` then accepts equal plain values.
         if not (change := entry.graph.outside.change()):
             return entry.graph
         if self.frozen:
@@ -352,8 +355,8 @@ class Cache:
             )
 
     def note_inline(self, why: Callable[[], str | None]) -> None:
-        """Count a call that ran the function itself because of `why`, and that could be captured
-        otherwise."""
+        """Count a call that could be captured but for the reason `why`, and so ran the function
+        itself."""
         self.eager_calls.note(INLINE)
         self._inlines.note(why, self.count.replays)
 
@@ -460,6 +463,7 @@ class Cache:
 
     def _insert(self, key: Key, graph: Graph) -> None:
         graph.last_use = self.count.replays
+        # Entries whose outside has changed can never replay again; they would only hold memory.
         self.entries = {
             k: entry for k, entry in self.entries.items() if not entry.graph.outside.has_changed()
         }
@@ -477,8 +481,8 @@ class Cache:
         )
 
     def note_full_memory(self, decision: Decision[Any]) -> str:
-        """Stop capturing because the memory is full, warn, and return the reason. If other ranks
-        wait, raise again."""
+        """Stop capturing because the memory is full, warn, and return the reason. Called in the
+        handler of the error, which is raised again if other ranks wait for this one."""
         if others_wait():
             raise
         if decision.descriptor is None:
@@ -508,7 +512,7 @@ class Cache:
 
 
 def _drop(cache: "weakref.ref[Cache]", key: Key, reference: Any) -> None:
-    """Drop the entry of a static argument that has come to its end."""
+    """Drop the entry of a static argument that has died."""
     if (owner := cache()) is not None:
         owner.entries.pop(key, None)
 

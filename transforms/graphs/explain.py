@@ -1,5 +1,5 @@
-"""Explanations: what a call would do, and why; how a call differs from the captured ones, and how to
-avoid that; warnings for functions that capture, or run inline, at every call.
+"""Explanations: what a call would do, and why; how a call differs from the captured ones, and how
+to avoid that; warnings for functions that capture, or run inline, at every call.
 """
 
 import contextlib
@@ -120,8 +120,8 @@ class Changed:
 def changed_between(
     new: Key, old: Key, names: Callable[[], Iterable[str]], donated: Sequence[str]
 ) -> Changed:
-    """Sort the fields in which two keys differ by kind. `names` makes the names of the leaves; it is
-    called only if needed, because it takes milliseconds."""
+    """Sort the fields in which two keys differ by kind. `names` makes the names of the leaves; it
+    is called only if needed, because it takes milliseconds."""
     if any(
         one != other for one, other in zip(_besides_leaves(new), _besides_leaves(old), strict=True)
     ):
@@ -268,9 +268,9 @@ def nearest_miss(
 
 @attrs.define
 class Recaptures:
-    """Warns once if a function captures at every call: if each of `ENDLESS` captures in a row differs
-    from the previous one only in the same addresses and numbers, and no call in between replayed an
-    existing graph.
+    """Warns once if a function captures at every call: if each of `ENDLESS` captures in a row
+    differs from the previous one only in the same addresses and numbers, and no call in between
+    replayed an existing graph.
 
     Args:
         name: the function's name.

@@ -197,8 +197,8 @@ class Graphified(Generic[P, R]):
         kwargs: dict[str, Any],
         modes: tuple[Any, ...] | None,
     ) -> Plan | Eager:
-        """The plan of a call, or the reason why the function itself runs. If later calls may use the
-        plan, the fast path finds it from now on."""
+        """The plan of a call, or the reason why the function itself runs. If later calls may use
+        the plan, the fast path finds it from now on."""
         plan, is_kept = self._cache.plan(call, hashable_signature(call, self._graphable.name))
         if isinstance(plan, Plan) and is_kept and modes is not None and plan.may_run():
             with WithoutFunctionModes() if modes else contextlib.nullcontext():
@@ -272,8 +272,8 @@ class Graphified(Generic[P, R]):
         return [*tree_leaves(taken), *call.reference_leaves[call.num_donated :]]
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """Bind to an instance, which becomes the first argument and part of the key, if the function
-        itself would bind; bound methods and callable objects do not."""
+        """Bind to an instance, which becomes the first argument and part of the key, if the
+        function itself would bind; bound methods and callable objects do not."""
         fn = self._graphable.fn
         binds = hasattr(type(fn), "__get__") and not isinstance(fn, types.MethodType)
         if binds and instance is not None:
@@ -470,8 +470,8 @@ class Graphified(Generic[P, R]):
             self._cache.clear()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy or pickle the function without its graphs, for example in `copy.deepcopy` of a module
-        that holds it."""
+        """Copy or pickle the function without its graphs, for example in `copy.deepcopy` of a
+        module that holds it."""
         return type(self), (self._graphable,)
 
     def _repr_html_(self) -> str:

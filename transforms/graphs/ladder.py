@@ -161,8 +161,8 @@ def _make(kind: Callable[..., D], sizes: Mapping[str, int]) -> D:
 
 
 def _check_product(kind: Any, sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The values of each argument of a product. Raises DescriptorError if no descriptors can be made
-    of them."""
+    """The values of each argument of a product. Raises DescriptorError if no descriptors can be
+    made of them."""
     call = _product_text(kind, sizes)
     if isinstance(kind, type):
         arguments = argument_names(kind)
@@ -373,8 +373,8 @@ def _includes(capability: str, needed: str) -> bool:
 def mode_within(
     call: str, mode: str, query_lens: Sequence[int], capability: str, strict: bool = False
 ) -> str:
-    """The mode itself, or with a `LoweredModeWarning` the next lower mode in which attention of this
-    capability can run.
+    """The mode itself, or with a `LoweredModeWarning` the next lower mode in which attention of
+    this capability can run.
 
     Args:
         query_lens: the query lengths of uniform batches, as in `Limits`.

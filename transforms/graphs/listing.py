@@ -1,7 +1,7 @@
 """A listing: the operators of a run with their inputs and results, as text or as a graph in DOT.
 
-`make_fx` and torch.fx's drawer were tried in its place. The text of `make_fx` names no shapes, and
-does not say where a tensor from outside comes from (`_tensor_constant0`); the drawer needs pydot.
+`make_fx` and torch.fx's drawer were tried instead. The text of `make_fx` gives no shapes, and does
+not say where a tensor from outside comes from (`_tensor_constant0`); the drawer needs pydot.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,8 +19,8 @@ from weft.trees import tree_leaves, tree_map
 
 @attrs.frozen
 class Value:
-    """A tensor of a listing: its number, dtype and shape, and what it is if no operator of the
-    listing made it.
+    """A tensor of a listing: its number, its dtype and shape (`kind`), and where it comes from if
+    no operator of the listing made it (`origin`).
 
     Args:
         address: its data pointer if it comes from outside; else 0.
@@ -37,10 +37,10 @@ class Value:
 
 @attrs.frozen
 class Line:
-    """An operator: what it was called with, as text, the tensors among that, and what it made.
+    """One call of an operator: its arguments as text, the tensors that it read, and those it made.
 
     Args:
-        splits: whether it stays outside the graphs, between two pieces.
+        splits: whether the operator stays outside the graphs, between two pieces.
     """
 
     operator: str
@@ -60,10 +60,10 @@ class Listing:
     """A function's run: its inputs, its operators in order, and its results.
 
     Args:
-        title: which function, and for what.
-        inputs: the tensors that it read without having made them.
+        title: the function, its arguments, and the mode and class of the run.
+        inputs: the tensors that it read and did not make.
         lines: its operators.
-        results: for each leaf of the result its path, and what it is.
+        results: for each leaf of the result, its path and what it is.
     """
 
     title: str
@@ -119,7 +119,7 @@ class Writer(OperatorWatch):
     """A watch that writes down every operator that runs under it.
 
     Args:
-        inputs: (tensor, what it is), for the tensors that the function starts from.
+        inputs: (tensor, its description) for the tensors that the function starts from.
         split_at: operators that stay outside the graphs.
     """
 
@@ -152,7 +152,7 @@ class Writer(OperatorWatch):
         return result
 
     def value(self, tensor: Tensor) -> Value:
-        """The value that a tensor is: one of the listing, or an input met now."""
+        """The value of the listing for a tensor; a new input if the listing has not met it yet."""
         return self._value(tensor)
 
     def _value(self, tensor: Tensor) -> Value:
@@ -180,7 +180,7 @@ class Writer(OperatorWatch):
 
 
 class _Shown(str):
-    """Text that is shown as it is."""
+    """Text whose `repr` has no quotes."""
 
     def __repr__(self) -> str:
         return str(self)
@@ -191,7 +191,7 @@ def _plain(value: Any) -> str:
 
 
 def writer_of(prepared: Prepared, split_at: frozenset[str]) -> Writer:
-    """Make the writer of a function's next run, in which its arguments have their names and roles."""
+    """Make the writer of a function's next run; it shows arguments by name and role."""
     num_kept = len(prepared.references) - prepared.num_donated
     roles = (
         ["donated"] * prepared.num_donated

@@ -1,8 +1,8 @@
-"""What a step of `while_loop` needs that may run after the last one: a carry on which the body can
-run, and derivatives that are 0.
+"""What steps of `while_loop` after the loop's end need: a carry on which the body can run, and
+derivatives that are 0.
 
-The result of such a step is dropped by `torch.where`, whose derivative is 0 times that of the step:
-nan, where that is infinite or nan.
+`torch.where` drops the result of such a step. But its derivative is 0 times the step's derivative,
+which is nan where the step's is infinite or nan.
 """
 
 import weakref
@@ -23,8 +23,8 @@ from weft.trees import tree_map
 
 
 class _OfOtherRows(torch.autograd.Function):
-    """`vmap`'s rows of a tensor, with those of one row on which a condition holds in place of those
-    on which it does not. It is called on values that have no derivative."""
+    """Under `vmap`, replaces each row of a tensor where a condition does not hold by one row where
+    it does. It is called only on values that have no derivative."""
 
     @staticmethod
     def forward(live: Tensor, x: Tensor) -> Tensor:
@@ -52,7 +52,8 @@ class _OfOtherRows(torch.autograd.Function):
 
 
 def safe_start(live: Tensor, x: Any) -> Any:
-    """A leaf of the first carry: in rows whose loop does not begin, that of a row whose loop does."""
+    """A leaf of the first carry on which every row can run the body: rows whose loop never begins
+    get the values of a row whose loop does."""
     if not isinstance(x, Tensor):
         return x
     if in_vmap():
@@ -63,20 +64,21 @@ def safe_start(live: Tensor, x: Any) -> Any:
 
 
 def safe_next(live: Tensor, x: Tensor, last: Tensor) -> Tensor:
-    """A leaf of the next carry: in rows whose loop has ended, that of the last carry on which the
-    body ran."""
+    """A leaf of the next carry on which every row can run the body: rows whose loop has ended keep
+    the last carry on which the body ran."""
     return torch.where(live, x, last.detach())
 
 
 class DerivativesWhere(FunctionMode):
-    """The derivatives of a step by what its body closes over are 0 where a flag does not hold.
+    """Makes the derivatives of a step with respect to closed-over tensors 0 where a flag does not
+    hold.
 
     Args:
-        live: the flag, of each row.
-        carry: the leaves of the carry, whose derivatives the loop sees to.
-        anywhere: whether `live` holds in some row. Then a row where it does not has the carry of
-            one where it does, and a sum of the derivatives of all rows is nan only where one of a
-            row where it does is.
+        live: the flag of each row.
+        carry: the leaves of the carry, whose derivatives the loop itself handles.
+        anywhere: whether `live` holds in some row. Then each row that is not live has the carry of
+            a live row, so the sum of all rows' derivatives is nan only if a live row's is; tensors
+            that all rows share need no `where`.
     """
 
     def __init__(self, live: Tensor, carry: Sequence[Any], *, anywhere: bool) -> None:
@@ -91,7 +93,7 @@ class DerivativesWhere(FunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name == "__get__":  # of an attribute, such as `x.T`
+        if name == "__get__":  # the read of an attribute, such as `x.T`
             result = func(*args)
             if self._is_inside(args[0]):
                 return result
@@ -111,6 +113,8 @@ class DerivativesWhere(FunctionMode):
             self._inside[id(x)] = weakref.ref(x)
 
     def _limit(self, x: Any) -> Any:
+        """The tensor with its derivative cut where the flag does not hold, if the step closes over
+        it and it has a derivative."""
         if not isinstance(x, Tensor) or self._is_inside(x) or not is_differentiated(x):
             return x
         if self._anywhere and not (is_batched(x) or is_differentiated_by_row(x)):
@@ -118,17 +122,17 @@ class DerivativesWhere(FunctionMode):
         if id(x) not in self._limited:
             limited = torch.where(self._live, x, x.detach())
             self._note(limited)
-            self._limited[id(x)] = x, limited
+            self._limited[id(x)] = x, limited  # with x itself, so that no other gets its id
         return self._limited[id(x)][1]
 
 
-# Functions of torch about a tensor's memory, which no derivative passes.
+# Functions of torch about a tensor's memory: no derivative passes through them.
 _OF_MEMORY = frozenset({"untyped_storage", "storage", "data_ptr"})
 
 
 def _writes(name: str) -> bool:
-    """Whether a function of torch of this name writes its first argument: what it closes over, a
-    body must not."""
+    """Whether a function of torch of this name writes its first argument, which then is no
+    closed-over tensor: a body must not write those."""
     return (
         name == "__setitem__"
         or (name.endswith("_") and not name.endswith("__"))

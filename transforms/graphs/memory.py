@@ -1,4 +1,4 @@
-"""The memory of graphs: as measured at capture, graph by graph, or estimated beforehand from a few
+"""The memory of graphs: measured at capture, graph by graph, or estimated beforehand from a few
 trial captures."""
 
 import math
@@ -37,8 +37,8 @@ class MemoryAnalysis:
         graph_bytes: outputs and intermediate tensors: on a GPU the pool that the graphs share, on
             the CPU the tensors that the tapes hold.
         output_bytes: the outputs, a part of `graph_bytes`.
-        driver_bytes: the rest of the decrease in a GPU's free memory. The driver keeps the memory
-            of a dropped graph for later ones, so this is smaller if there was another graph before.
+        driver_bytes: the rest of the decrease in a GPU's free memory. The driver reuses the memory
+            of dropped graphs, so this is smaller if a graph was dropped before.
     """
 
     num_graphs: int
@@ -109,8 +109,7 @@ def analysis_of(graphs: Iterable[Graph]) -> MemoryAnalysis:
 
 
 def _buffers_held(graphs: Iterable[Graph]) -> int:
-    """The bytes of the graphs' buffers and padding sources; a shared block counts once, with its
-    full size."""
+    """The bytes of the graphs' buffers and padding sources; a shared block counts once, in full."""
     tensors = [x for g in graphs for x in (*g.buffers, *g.padding_sources) if isinstance(x, Tensor)]
     sizes = {storage_id(x): _bytes_held(x) for x in tensors}
     return sum(sizes.values())
@@ -133,8 +132,8 @@ def estimate(
     interpolate the others.
 
     The memory of a class between two captured ones is interpolated by the size of its inputs. The
-    first capture of a process also loads kernels, which stay loaded, so the first class is captured
-    twice and the second capture counts.
+    first capture of a process also loads kernels, which stay loaded. So the first class is captured
+    twice, and only the second capture counts.
     """
     if not rungs:
         return MemoryEstimate(0, 0, 0, 0, 0)
@@ -144,7 +143,7 @@ def estimate(
     driver_bytes = 0
     kept: list[
         Graph
-    ] = []  # until the end, so that each shares the pool with those before it, as in the ladder
+    ] = []  # alive until the end, so that each shares the pool with earlier ones, as in the ladder
     for mode in dict.fromkeys(rung.mode for rung in rungs):
         group = [rung for rung in rungs if rung.mode == mode]
         graphs = {
@@ -164,7 +163,7 @@ def estimate(
 
 
 def sample_indices(count: int) -> tuple[int, ...]:
-    """The indices of the classes to capture out of `count`: all if they are few; else the first
+    """The indices of the classes to capture out of `count`: all if there are few; else the first
     two, the last, and some between.
 
     The first class pays for the pool that the others share, so the second shows the cost of one
@@ -217,7 +216,8 @@ def buffer_bytes(call: Call, descriptors: Iterable[Any]) -> int:
 
 
 def _padded(call: Call, descriptor: Any) -> Iterator[tuple[int, bool, bool]]:
-    """Yield (bytes, whether it has a padding source, whether it is dense) for each buffer."""
+    """Yield (bytes, whether it has a padding source, whether it is dense) for each buffer, as
+    `InputBufferPool` would make it."""
     for leaf, spec in zip(call.copied_leaves, leaf_axes(call.copied), strict=True):
         if isinstance(leaf, Tensor):
             padded = spec is not None and descriptor is not None
@@ -269,8 +269,8 @@ class CapturedGraph:
         pieces: the number of pieces.
         operators: the number of operators that a replay repeats: those that compute or write. On a
             GPU each is one kernel or a few.
-        buffer_bytes: the bytes that this graph added to the input buffers and padding sources: the
-            buffers of a class lie inside the larger ones of another class.
+        buffer_bytes: the bytes that this graph added to the input buffers and padding sources;
+            often few, because the buffers of a class lie inside those of a larger one.
         graph_bytes: its outputs and intermediate tensors; if graphs share a pool, the bytes that
             this one added.
         seconds: the duration of its capture.

@@ -169,8 +169,8 @@ def _generators(call: Call) -> Iterator[torch.Generator]:
 
 
 def _difference(result: Any, expected: Any) -> str:
-    """The first difference between a replay's result and the function's, in words; empty if there is
-    none."""
+    """The first difference between a replay's result and the function's, in words; empty if there
+    is none."""
     if isinstance(expected, Exception):
         return f"the function raises {type(expected).__name__}: {expected}"
     pairs = leaves_with_names(result), leaves_with_names(expected)

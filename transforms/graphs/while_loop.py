@@ -1,5 +1,5 @@
-"""`while_loop`: repeats a pure function while a condition on its results holds; one launch in a
-graph."""
+"""`while_loop`: repeats a pure function while a condition on its results holds; in a graph the
+whole loop is one launch."""
 
 from collections.abc import Callable, Sequence, Set
 from typing import Any, TypeVar
@@ -67,34 +67,34 @@ def while_loop(
 
     Inside `graphify` the loop is a part of the graph, which reads the condition on the device: a
     decode loop until every request has ended is one launch. On a GPU that is a conditional node
-    (`cuda-bindings`, and a driver for CUDA 12.4 or newer). Where there can be none, the graph has
-    `max_steps` steps; each after the last one keeps the carry.
+    (`cuda-bindings`, and a driver for CUDA 12.4 or newer). Where conditional nodes are unavailable,
+    the graph has `max_steps` steps, and steps after the loop's end keep the carry.
 
     Args:
         cond_fun: `carry -> [] bool`, on the device of the loop.
         body_fun: `carry -> carry`, with the same structure and, for each tensor, the same shape,
             dtype and device; values that are not tensors stay the same, also in type. A body that
             takes the storage of its carry (`weft.donates`) updates it in place, without a copy in
-            each step; any other one returns new tensors.
+            each step; any other body returns new tensors.
         init_val: the first carry, a pytree of tensors.
         max_steps: the loop ends after this many steps, whatever `cond_fun` says; None: only
             `cond_fun` ends it.
 
-    The result is in memory of its own, and each carry has the memory layout of the first one.
+    The result is in new memory, and each carry has the memory layout of the first one.
 
     A capture runs the body once on the first carry, whatever `cond_fun` says. In a graph the carry
-    is data: an index by it is a gather, and the host cannot read it; and the body cannot draw
-    random numbers. Under torch.func's transforms, and where autograd records, the Python loop runs.
-    Under `vmap`, where the condition differs from row to row, and in `shard`, up to `max_steps`
-    steps do: a row that has ended keeps its carry, and runs the body on the last one for which its
-    condition held.
+    is data: an index by it is a gather, the host cannot read it, and the body cannot draw random
+    numbers. Under torch.func's transforms, and where autograd records, the Python loop runs. Under
+    `vmap`, where the condition differs from row to row, and in `shard`, up to `max_steps` steps
+    run: a row that has ended keeps its carry, but still runs the body, on its last carry for which
+    the condition held.
 
     Raises:
-        ProgramError: `cond_fun` returns something else, the carry changes its structure, a shape or
-            a dtype, a function writes its carry without taking it, or the condition has no single
-            value and there is no `max_steps`.
+        ProgramError: `cond_fun` does not return a [] bool tensor; the carry changes its structure,
+            a shape or a dtype; a function writes its carry without taking its storage; or the
+            condition has no single value and there is no `max_steps`.
         CaptureError: in a graph, a host read, a random draw, a derivative by autograd without
-            `max_steps`, or a device that cannot repeat.
+            `max_steps`, or a device that cannot repeat a part of a graph.
 
     >>> while_loop(lambda x: x < 100, lambda x: 3 * x, torch.tensor(5))
     tensor(135)
@@ -111,8 +111,7 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
-# The dimensions of a tensor from the one whose elements are farthest apart to the one of
-# neighbours; None for what has no strides.
+# The dimensions of a tensor by decreasing stride; None for a leaf without strides.
 _Order = tuple[int, ...] | None
 
 
@@ -124,9 +123,9 @@ def _order(leaf: Any) -> _Order:
 
 
 def _in_order(carry: Any, orders: Sequence[_Order] | None) -> Any:
-    """The carry with the memory layout that it has in each step, and nothing to conjugate or
-    negate: a copy of those leaves that differ. A replay finds the carry at fixed addresses, so all
-    ways to run a loop keep its layout."""
+    """The carry with the memory layout that it has in each step, and without lazy conjugates or
+    negatives; leaves that differ are copied. A replay finds the carry at fixed addresses, so every
+    way to run a loop keeps this layout."""
     if orders is None:
         return carry
     leaves, structure = tree_flatten(carry)
@@ -152,8 +151,8 @@ def _value(flag: Tensor) -> bool:
     """The value of a condition.
 
     Raises:
-        ValueError: it is a fake tensor, of which a trace would record that it was read.
-        RuntimeError: it has a value for each row of `vmap`.
+        ValueError: the flag is a fake tensor; if it were read, a trace would record the read.
+        RuntimeError: the flag has a value for each row of `vmap`.
     """
     if is_fake(innermost(flag)):
         raise ValueError("a fake tensor, which has no value")
@@ -161,7 +160,7 @@ def _value(flag: Tensor) -> bool:
 
 
 def _holds_anywhere(flags: Tensor) -> bool | None:
-    """Whether a condition holds in any row of `vmap`; None where it has no value, as in a trace."""
+    """Whether a condition holds in any row of `vmap`; None if it has no value, as in a trace."""
     rows = innermost(flags)
     if is_fake(rows):
         return None
@@ -174,7 +173,8 @@ def _holds_anywhere(flags: Tensor) -> bool | None:
 
 
 class _Underivable(torch.autograd.Function):
-    """A result of a recorded loop, whose steps autograd has not seen."""
+    """Makes the derivative of a recorded loop's result an error: autograd has not seen its
+    steps."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, _: Tensor, call: str) -> Tensor:
@@ -193,7 +193,7 @@ class _Underivable(torch.autograd.Function):
 
 
 def _without_derivative(x: Any, differentiated: Tensor, call: str) -> Any:
-    """A result of a recorded loop: to ask autograd for its derivative is an error."""
+    """A result of a recorded loop; asking autograd for its derivative is an error."""
     if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
         return x
     return _Underivable.apply(x, differentiated, call)
@@ -235,6 +235,10 @@ class _Loop:
         return self.run_masked(init, host_reads=False)
 
     def _why_unable(self, init: Any, looper: Looper) -> str | None:
+        """The reason why the loop cannot be recorded; None if it can.
+
+        Without `max_steps` a loop that autograd follows is recorded all the same: only a request
+        for its derivative is an error (`_Underivable`)."""
         if in_functorch_transform():
             return "a transform of torch.func inside it"
         differentiates = torch.is_grad_enabled() and any(x.requires_grad for x in _tensors(init))
@@ -274,16 +278,16 @@ class _Loop:
         return self._owned(carry, taken)
 
     def run_masked(self, init: Any, *, host_reads: bool) -> Any:
-        """`max_steps` steps, of which each after the last one keeps the carry as it is.
+        """Run up to `max_steps` steps; those after the loop's end keep the carry as it is.
 
-        A row whose loop has ended still runs the body, on the last carry of its own on which
-        `cond_fun` held; one whose loop never began, on the first carry of a row whose loop did.
-        What the body computes there is dropped, but it must not fail, and its derivatives must be
-        finite: the derivative of `where` is 0 times theirs.
+        A row whose loop has ended still runs the body, on its own last carry for which `cond_fun`
+        held. A row whose loop never began runs it on the first carry of a row whose loop did. The
+        results of these runs are dropped, but the body must not fail there, and its derivatives
+        must be finite: the derivative of `where` is 0 times theirs, which is nan for inf or nan.
 
         Args:
             init: the first carry.
-            host_reads: whether the host may read if any row goes on.
+            host_reads: whether the host may read whether any row goes on, to stop early.
         """
         if self.takes_carry:
             problem = (
@@ -317,7 +321,7 @@ class _Loop:
         return self._owned(_in_order(tree_unflatten(carry, structure), orders), frozenset())
 
     def record(self, init: Any, looper: Looper) -> Any:
-        """Record the loop: the carry has fixed addresses, to which each step writes the next one."""
+        """Record the loop: each step writes the next carry to the fixed addresses of the first."""
         leaves, structure = tree_flatten(init)
         if self.takes_carry:
             self._refuse_overlaps(init)
@@ -326,8 +330,11 @@ class _Loop:
             orders = self._orders(init)
             detached = [x.detach() if isinstance(x, Tensor) else x for x in leaves]
             ordered = tree_leaves(_in_order(tree_unflatten(detached, structure), orders))
-            # One by one: parts of the carry that are tied now may have different next values.
+            # Each leaf is cloned by itself: leaves that share memory now may get different next
+            # values.
             buffers = [x.clone() if isinstance(x, Tensor) else x for x in ordered]
+        # Leaves that require grad, and later those that a step returns: a closed-over parameter
+        # shows only there.
         differentiated = [x for x in _tensors(leaves) if x.requires_grad]
         flag = self._flag(tree_unflatten(buffers, structure)).clone()
         if self.max_steps is None:
@@ -352,20 +359,19 @@ class _Loop:
         return tree_unflatten(buffers, structure)
 
     def _orders(self, init: Any) -> tuple[_Order, ...] | None:
-        """The order of dimensions in memory that each leaf keeps; None where the body takes the
-        carry's storage."""
+        """The order of dimensions in memory that each leaf keeps; None if the body takes the
+        carry's storage, whose layout cannot change."""
         if self.takes_carry:
             return None
         return tuple(map(_order, tree_leaves(init)))
 
     def _owned(self, carry: Any, taken: Set[int]) -> Any:
-        """The result, in memory of its own: a replay returns new memory too, whether it repeats the
-        body or not.
+        """The result in new memory, as a replay returns it, whether it repeats the body or not.
 
         Args:
-            carry: the last one, which may be the first one, what the body closes over, or lent by
-                the body.
-            taken: the storages that the body takes and gives back.
+            carry: the last carry. Its tensors may be those of the first carry, tensors that the
+                body closes over, or borrowed results of the body.
+            taken: the storages that the body takes and gives back; these are not copied.
         """
         return tree_map(
             lambda x: (
@@ -375,7 +381,7 @@ class _Loop:
         )
 
     def _refuse_overlaps(self, init: Any) -> None:
-        """Raise ProgramError for a carry of shared memory, whose parts cannot all have their next
+        """Raise ProgramError for a carry whose parts share memory: they cannot all have their next
         value in place."""
         leaves = [(name, x) for name, x in leaves_with_names(init) if isinstance(x, Tensor)]
         for index, (name, x) in enumerate(leaves):
@@ -410,7 +416,7 @@ class _Loop:
         """The next carry."""
         before = leaves_with_names(carry)
         structure = tree_flatten(carry)[1]
-        kinds = [_kind(leaf) for _, leaf in before]  # read now: a body may change its argument
+        kinds = [_kind(leaf) for _, leaf in before]  # before the body, which may change its carry
         next_carry = self._call(self.body, "body_fun", carry, is_masked=is_masked)
         if (difference := _difference(before, kinds, structure, next_carry)) is not None:
             raise ProgramError(
@@ -423,12 +429,14 @@ class _Loop:
     def _call(
         self, function: Callable[[Any], Any], name: str, carry: Any, *, is_masked: bool = False
     ) -> Any:
-        """Call a function of the carry, which it must not write, unless it takes its storage: a
-        replay would write a copy. In steps that may come after the last one it must write nothing
-        else either."""
+        """Call a function of the carry. Unless it takes the carry's storage, it must not write the
+        carry: a replay would write a copy. In steps that may come after the loop's end it must not
+        write anything else either."""
         if self.takes_carry:
             return function(carry)
         leaves = [(path, x) for path, x in leaves_with_names(carry) if isinstance(x, Tensor)]
+        # Version counters find writes cheaply, but inference tensors have none, and they do not
+        # show writes to tensors outside the carry.
         if is_masked or in_dispatch_mode() or any(innermost(x).is_inference() for _, x in leaves):
             with watching_writes() as writes:
                 result = function(carry)
@@ -460,7 +468,7 @@ class _Loop:
 
 
 def _kind(leaf: Any) -> Any:
-    """What must not change from step to step."""
+    """The properties of a leaf that must not change from step to step."""
     if isinstance(leaf, Tensor):
         return (tuple(leaf.shape), leaf.dtype, leaf.device)
     return leaf
@@ -469,7 +477,7 @@ def _kind(leaf: Any) -> Any:
 def _difference(
     before: Sequence[tuple[str, Any]], kinds: Sequence[Any], structure: TreeSpec, next_carry: Any
 ) -> str | None:
-    """What a body returned that its carry was not; None if there is nothing."""
+    """How the carry that a body returned differs from the one it got; None if it does not."""
     leaves, next_structure = tree_flatten(next_carry)
     if next_structure != structure:
         return f"another structure: {next_structure}, for {structure}".replace("\n", " ")[:300]
@@ -492,9 +500,9 @@ def _shown(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def _write(buffers: Sequence[Any], next_leaves: Sequence[Any]) -> None:
-    """Write the next carry to the addresses of this one. What was updated in place is there
-    already; what is another part of the carry is copied first, since it may be overwritten before
-    it is read."""
+    """Write the next carry to the addresses of this one. A leaf that was updated in place is
+    already there. A value that aliases another slot of the carry is cloned first, because it might
+    be overwritten before it is read."""
     storages = {innermost_storage_id(x) for x in buffers if isinstance(x, Tensor)}
     pairs = [
         (a, b)
@@ -513,5 +521,5 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
         and a.storage_offset() == b.storage_offset()
     )
     same = same and a.shape == b.shape and a.stride() == b.stride()
-    # A SymBool by torch 2.14's types.
+    # By torch 2.14's types the comparison of shapes may be a SymBool.
     return bool(same and a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg())
