@@ -463,7 +463,7 @@ class Cache:
 
     def _insert(self, key: Key, graph: Graph) -> None:
         graph.last_use = self.count.replays
-        # Entries whose outside has changed can never replay again; they would only hold memory.
+        # An entry whose outside has changed would only hold memory.
         self.entries = {
             k: entry for k, entry in self.entries.items() if not entry.graph.outside.has_changed()
         }

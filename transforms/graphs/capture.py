@@ -41,7 +41,7 @@ from weft.trees import (
     tree_unflatten,
 )
 
-# The size up to which a donated tensor is saved while a capture runs on padding.
+# The size in bytes up to which a donated tensor is saved while a capture runs on padding.
 SAVED_BYTES = 2**26
 
 
@@ -58,9 +58,9 @@ class Graph:
         recording: the graph.
         buffers: its input buffers, for the copied arguments.
         axes: the axes of each buffer that is padded; None for the others.
-        external: the tensors from outside that it reads and that could require grad: while one
-            does, the function itself must run under autograd.
-        outside: all that it reads from outside, to see whether that has changed.
+        external: the tensors from outside that it reads and that could require grad. While one of
+            them does and grad mode is on, the function itself must run.
+        outside: everything that it reads from outside, to see whether that has changed.
         consults_switches: whether it chose kernels by `weft.torchapi.private.backend_switches`.
         padding_sources: a tensor of padding for each small buffer that is padded with one number;
             None for the others.
@@ -106,16 +106,16 @@ class Prepared:
         names: makes the names of the leaves.
         references: the leaves by reference, which are the caller's own tensors.
         buffers: the buffers for the copied leaves.
-        aliases: aliases of both, for the next run; each run has its own.
+        aliases: aliases of references and buffers for the next run; each run has new ones.
         arguments: weak references to the arguments of all runs so far.
         returned: weak references to the tensors that the last run returned.
         axes: the axes of the buffers that are padded.
         num_donated: the number of donated leaves, which come first, and which `run` may write.
         restored: a context that restores the donated tensors and the random generators on exit.
-        rewind: restores the donated tensors for another run, inside that context: a state that
+        rewind: inside that context, restores the donated tensors for another run. A state that
             counts tokens or pages has room for one run only.
-        refuse_changes: raises an error, which begins with a call, if the last run changed what the
-            function keeps in Python.
+        refuse_changes: takes the text of the call, and raises an error if the last run changed
+            state that the function keeps in Python.
     """
 
     run: Callable[[], Outputs]
@@ -136,7 +136,7 @@ def prepare(
     graphable: Graphable, call: Call, descriptor: Any, input_buffers: InputBufferPool
 ) -> Prepared:
     """Make buffers in `input_buffers` for calls like `call`, padded to `descriptor`, or unpadded if
-    that is None.
+    `descriptor` is None.
 
     With a descriptor the buffers hold only padding, which by contract (law L2) changes no state. So
     a state of over `SAVED_BYTES`, such as a KV cache, is not saved.
@@ -159,6 +159,7 @@ def prepare(
         len(call.reference_leaves),
         torch.is_grad_enabled(),
     )
+    # Noted before any run: a run may change what autograd says of the caller's tensors.
     likes = [_Like.of(x) for x in (*call.reference_leaves, *call.copied_leaves)]
     state = SavedTensors(saved)
     in_python = PythonState(graphable.fn)
@@ -196,6 +197,7 @@ def prepare(
     @contextmanager
     def restored(audit: Audit) -> Iterator[None]:
         with torch.no_grad(), state.restored():
+            # Also after an error: a refused capture must leave no trace.
             try:
                 yield
             finally:
@@ -220,7 +222,7 @@ def prepare(
 
 @contextmanager
 def _unchanged_switches(name: str) -> Iterator[None]:
-    """Context of a run, which puts torch's settings back, and refuses a run that has left one
+    """Context of a run: puts torch's settings back afterwards, and refuses a run that left one
     changed."""
     put_back = switches_put_back()
     changed = list[str]()
@@ -243,8 +245,8 @@ def _unchanged_switches(name: str) -> Iterator[None]:
 def _unwritten(
     graphable: Graphable, donated: Sequence[Tensor], leaves: Iterable[Any]
 ) -> list[Tensor]:
-    """The leaves by reference that the function cannot write: the audit refuses what writes them,
-    but for collectives, and the memory of a donated one may be theirs too."""
+    """The leaves by reference that the function cannot write. The audit refuses writes to them,
+    except by collectives. A leaf that shares memory with a donated one can be written."""
     if graphable.collectives:
         return []
     storages = Storages(donated)
@@ -278,8 +280,8 @@ def capture(
     backend: Backend,
     watch: Callable[[Prepared], OperatorWatch] | None = None,
 ) -> Graph:
-    """Record a function for calls like `call`, padded to `descriptor`, or unpadded if that is None.
-    `watch` makes a watch of the next run; the graph keeps that of the recorded one.
+    """Record a function for calls like `call`, padded to `descriptor`, or unpadded if `descriptor`
+    is None. `watch` makes a watch for the next run; the graph keeps the watch of the recorded run.
 
     The donated arguments and the random generators are saved and restored.
 
@@ -287,7 +289,7 @@ def capture(
         CaptureError: the audit refused something that the function did, or a result of a padded
             call cannot be unpadded.
         torch.OutOfMemoryError: the device's memory is full. Then no state has changed, and only
-            input buffers are held.
+            input buffers are still allocated.
     """
     start = time.perf_counter()
     input_buffers = backend.input_buffers
@@ -307,7 +309,7 @@ def capture(
             return prepared.run()
 
     with ONE_AT_A_TIME:
-        # No other capture has set the generators that it saves
+        # Made under the lock, because it saves the states of generators that captures set.
         audit = audit_of(graphable, prepared, backend.device)
         with prepared.restored(audit), _with_padding_note(graphable.name, descriptor):
             recording: Any = backend.capture(
@@ -324,6 +326,7 @@ def capture(
                 recording,
                 outputs=_renewed(recording.outputs, audit.owned_storages - audit.writable),
             )
+            # With new output objects, a result that is still alive is one that the function keeps.
             audit.refuse_kept_results()
     if not _autograd_records(external):
         refuse_requiring_grad(audit.call, recording.outputs, call, prepared.buffers)
@@ -385,7 +388,7 @@ def _with_padding_note(name: str, descriptor: Any) -> Iterator[None]:
 
 @attrs.define(eq=False)
 class SavedTensors:
-    """The values of donated tensors before a function runs on them.
+    """Saves the values of donated tensors before a function runs on them, and restores them.
 
     Args:
         tensors: the donated tensors.
@@ -407,7 +410,7 @@ class SavedTensors:
             self._saved = []
 
     def rewind(self) -> None:
-        """Restore the tensors, if the function ran."""
+        """Restore the tensors, if the function ran since they were saved or restored."""
         if self.changed:
             self.changed = False
             for tensor, old in zip(self.tensors, self._saved, strict=True):
@@ -420,13 +423,13 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 @attrs.frozen(eq=False)
 class _Like:
-    """A caller's leaf, and what autograd says of it before any run: of a view that was made without
-    gradients, it says nothing more once a run has written to its base.
+    """A caller's leaf, and what autograd says of it before any run. Once a run has written to the
+    base of a view that was made without gradients, autograd no longer tells.
 
     Args:
         leaf: the tensor or value.
         requires_grad: whether it is a tensor that requires grad.
-        is_result: whether it does so as the result of an operator.
+        is_result: whether it requires grad as the result of an operator, and not as a leaf.
     """
 
     leaf: Any
@@ -435,16 +438,16 @@ class _Like:
 
     @classmethod
     def of(cls, leaf: Any) -> "_Like":
-        """What there is to know of a leaf."""
+        """The leaf with its present state."""
         requires_grad = isinstance(leaf, Tensor) and leaf.requires_grad
         return cls(leaf, requires_grad, requires_grad and not leaf.is_leaf)
 
 
 def _aliases(leaves: Iterable[Any], likes: Iterable[_Like], grad: bool) -> list[Any]:
     """New tensor objects on the same storages, so that donation or `requires_grad_()` inside the
-    function does not mark the caller's tensors. They are like the caller's: parameters, leaves of
-    autograd, with the same attributes, and one object where the caller passed one tensor twice.
-    Where autograd could record (`grad`), none requires grad."""
+    function does not mark the caller's tensors. They resemble the caller's: parameters stay
+    parameters, leaves of autograd stay leaves, attributes are the same, and a tensor that was
+    passed twice is one object. In grad mode (`grad`) none of them requires grad."""
     alias_by_id: dict[int, Any] = {}
     with unseen():
         return [
@@ -473,8 +476,8 @@ def _alias(leaf: Any, like: _Like, grad: bool) -> Any:
 
 
 def _without_owning(outputs: Outputs, storages: Set[int]) -> Outputs:
-    """The outputs, of which those in these storages, such as views of parameters, do not keep the
-    memory alive."""
+    """The outputs; those that lie in these storages, such as views of parameters, do not keep the
+    memory alive any more."""
 
     def released(leaf: Any) -> Any:
         is_view = (
@@ -490,7 +493,7 @@ def _without_owning(outputs: Outputs, storages: Set[int]) -> Outputs:
 
 
 def _renewed(outputs: Outputs, storages: Set[int]) -> Outputs:
-    """The outputs, of which those in these storages are new tensor objects over the same memory."""
+    """The outputs; those that lie in these storages are new tensor objects over the same memory."""
     objects: dict[int, Any] = {}
 
     def renewed(leaf: Any) -> Any:

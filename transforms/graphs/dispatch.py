@@ -21,7 +21,7 @@ NONE = "no captured class covers it"
 
 @attrs.frozen
 class Decision(Generic[D]):
-    """The dispatch of a batch: to a whole graph (`full`) or to pieces (`piecewise`) of class
+    """Where a batch is dispatched: to a whole graph (`full`) or to pieces (`piecewise`) of class
     `descriptor`, or unpadded to the function itself (`none`).
 
     Args:
@@ -49,13 +49,13 @@ class Decision(Generic[D]):
 
 
 def dispatch(descriptor: D, ladder: Ladder[D] | Sequence[D]) -> Decision[D]:
-    """The least class of the ladder that covers `descriptor`, by mode and then by padding. Total
-    and deterministic.
+    """The least class of the ladder that covers `descriptor`, by mode and then by padding.
 
-    Whole graphs come before pieces. Within a mode, the least class in the partial order `covers` is
-    chosen. Among several incomparable ones it is the one with the least padding, compared by the
-    first size (tokens, for a `BatchDescriptor`), then by the next; among equal ones, the one later
-    in the ladder. `weft.proofs.evidence.solver.dispatch_proof` proves this about this code.
+    The function is total and deterministic. Whole graphs come before pieces. Within a mode, the
+    least class in the partial order `covers` is chosen. Among several incomparable ones the class
+    with the least padding wins, compared by the first size (tokens, for a `BatchDescriptor`), then
+    by the next; among equals, the one later in the ladder.
+    `weft.proofs.evidence.solver.dispatch_proof` proves this about this code.
 
     Raises:
         DescriptorError: two classes cover each other and are not equal, so `covers` is not a
@@ -119,8 +119,8 @@ def excess(larger: Any, smaller: Any) -> dict[str, int]:
 
     The sizes are the int arguments of `smaller`, in order (attrs, dataclasses and named tuples list
     their arguments; for other classes the attributes are used). A size that the larger class leaves
-    open, as None, is not padded. A class with other sizes defines a method `excess(self, smaller)`
-    that returns such a dict, such as `{"pixels": ...}` for an image's resolution.
+    open (None) is not padded. A class with other sizes defines a method `excess(self, smaller)`
+    that returns such a dict: `{"pixels": ...}` for an image's resolution.
 
     >>> from weft.descriptor import BatchDescriptor as B
     >>> excess(B(8, 4), B.uniform(3))

@@ -1,5 +1,5 @@
-"""`ONE_AT_A_TIME`: one capture at a time, and an error for a thread that would wait for a capture
-for ever."""
+"""`ONE_AT_A_TIME`: the lock that allows one capture at a time; a thread that would wait for it for
+ever gets an error."""
 
 import sys
 import threading
@@ -7,23 +7,22 @@ import time
 
 from weft.errors import CaptureError
 
-# A capture that has waited for a thread for so many seconds may wait for the one that wants to
-# capture.
+# Seconds after which a capture that waits for another thread is suspected of a deadlock: that
+# thread may be the one that wants to capture.
 STANDSTILL = 20.0
 
-# Seconds between two looks at the thread that captures; at most `STANDSTILL / 2`.
+# Seconds between two looks at the capturing thread; never more than `STANDSTILL / 2`.
 _LOOK = 0.5
 
 
 class CaptureLock:
-    """A reentrant lock. A thread that waits for it gets an error once the thread that has the lock
-    has stood still in `threading` for `STANDSTILL` seconds, in a `join` or in a wait for a future
-    or a queue."""
+    """A reentrant lock. A waiting thread gets an error once the holder of the lock has stood still
+    in `threading` for `STANDSTILL` seconds, in a `join` or in a wait for a future or a queue."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._holder: threading.Thread | None = None
-        """The last that was granted the lock: where another thread waits, it has it."""
+        """The last thread that got the lock; while another thread waits, it still has the lock."""
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
@@ -52,7 +51,7 @@ class CaptureLock:
 
 
 def _waits_for_a_thread(thread: threading.Thread) -> bool:
-    """Whether the innermost Python frame of a thread is one of `threading`."""
+    """Whether the innermost Python frame of a thread is in `threading`."""
     if thread.ident is None:
         frame = None
     else:

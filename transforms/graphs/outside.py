@@ -1,22 +1,26 @@
-"""`Outside`: what a graph reads that is not an argument, and whether it is still what the capture
-read.
+"""`Outside`: what a graph reads that is not an argument, and whether that has changed since the
+capture.
 
 A graph reads a closed-over tensor at the address that it had at the capture, and knows nothing of
-names. So each call compares these addresses, at some 0.06 µs each; and at some 0.04 µs each the
-objects that the function's globals and nonlocals name, and those of the parameters and buffers of
-closed-over modules that the graph reads. A name that the function itself binds anew, such as a
-counter, is not compared, and an equal number or string is no change. Functions and modules among
-the attributes of objects, in dicts and in lists are compared too, and the names that they read, and
-so are the tensors there that the graph reads, and the mode of the modules that ask for it; and so
-are the methods that they call, in the classes of these objects, and what they read of a class or a
-file of Python code that they name (`settings.scale`). It also compares whether a module or an
-object has more attributes than before, a function among them; and whether containers that were
-empty still are, such as those of hooks, at some 0.01 to 0.03 µs each. On the CPU it also compares
-the code and the defaults of functions, the classes of objects, and the shapes, strides and dtypes
-of closed-over tensors, which `t_()` or `x.data = ...` may change at the same address, at some 0.2
-µs each. What else an object holds inside (a number, a string, an object) is not compared at calls;
-`graphify(..., verify=n)` finds such changes. Those that the recorded run itself makes are refused
-at the capture (`PythonState`).
+names. So each call compares:
+
+- the addresses of closed-over tensors, at some 0.06 µs each;
+- at some 0.04 µs each, the objects that the function's globals and nonlocals name, and the
+  parameters and buffers of closed-over modules that the graph reads;
+- functions and modules among the attributes of objects, in dicts and in lists; the names that these
+  read; the tensors there that the graph reads; and the mode of modules that read `self.training`;
+- the methods that are called on these objects, in their classes; and what functions read of a class
+  or a Python module that they name (`settings.scale`);
+- whether a module or an object has gained an attribute that is a function; and whether containers
+  that were empty, such as those of hooks, still are, at some 0.01 to 0.03 µs each;
+- on the CPU only, at some 0.2 µs each: the code and the defaults of functions, the classes of
+  objects, and the shapes, strides and dtypes of closed-over tensors, which `t_()` or `x.data = ...`
+  may change at the same address.
+
+A name that the function itself binds, such as a counter, is not compared, and an equal number or
+string is no change. Anything else inside an object (a number, a string, an object) is not compared
+at calls; `graphify(..., verify=n)` finds such changes. Changes that the recorded run itself makes
+are refused at the capture (`PythonState`).
 """
 
 import dis
@@ -39,28 +43,28 @@ from weft.objects import Change, Snapshot, attributes, is_plain_object, is_refil
 from weft.torchapi.private import GLOBAL_HOOKS, MODULE_HOOKS, innermost_storage_id, storage_id
 from weft.value_keys import value_key
 
-# Packages whose functions are not read for the names that they use.
+# Packages whose functions are not searched for the names that they read.
 _FOREIGN = ("torch", "numpy", "weft", "functools", "contextlib", "builtins")
 _cell_contents = attrgetter("cell_contents")
 _shape, _dtype = attrgetter("shape"), attrgetter("dtype")
 _OF_FUNCTIONS = tuple(map(attrgetter, ("__code__", "__defaults__", "__kwdefaults__")))
-# Classes whose equal values are no change.
+# Classes whose values are compared by `==`: an equal value is no change.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (tuple, list, dict, deque, set, frozenset, types.MappingProxyType)
 # Classes of containers whose truth value says whether they are empty.
 _FILLABLE = (list, dict, deque, set, OrderedDict, defaultdict)
-# The containers of a module that may not come to hold something.
+# The containers of a module that must stay empty if they were empty at the capture.
 _KEPT_BY_MODULES = (*MODULE_HOOKS, "_modules")
 
 
 @attrs.define(eq=False)
 class _Bindings:
-    """Places of one kind, and what they held.
+    """Places of one kind, such as globals or list items, and what they held at the capture.
 
     Args:
-        get: reads a place, which may consist of several values.
+        get: reads a place; the parts of a place, such as a dict and a key, are its arguments.
         places: the places.
-        labels: what they are called.
+        labels: their names in messages.
         values: what they held.
     """
 
@@ -70,7 +74,7 @@ class _Bindings:
     values: list[Any] = attrs.field(factory=list)
 
     def note(self, label: str, *place: Any) -> None:
-        """Note what a place holds."""
+        """Note a place and what it holds now."""
         self.places.append(place)
         self.labels.append(label)
         self.values.append(self.get(*place))
@@ -79,15 +83,15 @@ class _Bindings:
         """A function that returns whether the places hold the same objects."""
         get = self.get
         values = self.values
-        if len(values) == 1:  # in a third of the time
+        if len(values) == 1:  # a third of the time of the general comparison
             place = self.places[0]
             return lambda: get(*place) is values[0]
         columns = [*zip(*self.places, strict=True)]
         return lambda: all(map(is_, map(get, *columns), values))
 
     def change(self) -> str:
-        """The first change, in words. An equal plain value is none, and takes the place of the old
-        one."""
+        """The first change, in words; empty if there is none. An equal plain value is no change; it
+        replaces the noted one, so that the next comparison is of identity."""
         for index, (label, place) in enumerate(zip(self.labels, self.places, strict=True)):
             value = self.get(*place)
             if not _is_equal(value, self.values[index]):
@@ -97,16 +101,17 @@ class _Bindings:
 
 
 class Outside:
-    """The tensors that a graph reads from outside its arguments, and the values of the names by
-    which its function finds them and others.
+    """The tensors that a graph reads from outside its arguments, and the values of the names that
+    its function reads.
 
     Args:
         fn: the function.
         external: the tensors.
         thorough: whether the code of functions, the classes of objects, and the shapes of tensors
             are compared too.
-        without_gradient: tensors that it asked for their gradient, and that had none.
-        with_mode_in_key: the modules whose mode is part of the graph's key.
+        without_gradient: tensors whose `grad` the function read and found None.
+        with_mode_in_key: the modules whose mode is part of the graph's key, and so not compared
+            here.
     """
 
     def __init__(
@@ -145,6 +150,7 @@ class Outside:
         self._entries = [list(_values_in(registry)) for _, registry in self._registries]
         self._empty = names.empty
         self._dicts = names.dicts
+        # Modules of one class have the same names: keep each tuple of names once.
         same = dict[tuple[str, ...], tuple[str, ...]]()
         self._names = [
             same.setdefault(names, names)
@@ -155,11 +161,12 @@ class Outside:
         self._parts = [list(map(part, self._functions)) for part in _OF_FUNCTIONS]
         self._layouts = _layouts(self._tensors) if thorough else None
         self.holds = self._comparison()
-        """Returns whether all is as it was at the capture; None: there is nothing to compare."""
+        """Returns whether nothing has changed since the capture; None: there is nothing to
+        compare."""
 
     def _comparison(self) -> Callable[[], bool] | None:
-        """A function that returns whether all is as it was at the capture; None if there is nothing
-        to compare."""
+        """A function that returns whether nothing has changed since the capture; None if there is
+        nothing to compare."""
         parts = [
             (bool(self._tensors), self._same_addresses()),
             (bool(self._tensors) and self._layouts is not None, self._same_layouts()),
@@ -209,7 +216,7 @@ class Outside:
 
     def change(self) -> str:
         """The first change since the capture, in words; empty if there is none. An equal plain
-        value is none, and takes the place of the old one."""
+        value is no change, and replaces the noted one."""
         for bindings in self._bindings:
             if change := bindings.change():
                 return change
@@ -241,7 +248,7 @@ class Outside:
 
     def _addition(self) -> str:
         """The first function or module that was added where there was none, in words. Anything else
-        is no change, and is there from now on."""
+        that was added is no change, and belongs to the noted state from now on."""
         for label, container in self._empty:
             if any(map(_may_be_called, _values_in(container))):
                 return f"{label} was empty at the capture and is not"
@@ -256,13 +263,13 @@ class Outside:
         return ""
 
     def has_changed(self) -> bool:
-        """Whether something is not as it was."""
+        """Whether something has changed since the capture."""
         return self.holds is not None and not self.holds() and bool(self.change())
 
 
 class PythonState:
-    """What a function keeps in Python, in the modules and the plain objects that it names, however
-    deep. A capture freezes it, so it may not change in the run that is recorded.
+    """The state that a function keeps in Python: in the modules and plain objects that it names,
+    however deep. A capture freezes this state, so the recorded run must not change it.
 
     Args:
         fn: the function.
@@ -288,24 +295,24 @@ class PythonState:
         return Snapshot(self._roots, self._registered)
 
     def begin_run(self) -> None:
-        """Note what there is, before a run."""
+        """Note the state before a run."""
         self._last = self._snapshot()
 
     def with_containers(self) -> Snapshot:
-        """All that there is now, also in the lists, dicts and sets that the function names, which a
-        run may fill."""
+        """The state now, including the lists, dicts and sets that the function names, which a run
+        may fill."""
         return Snapshot(self._roots | self._containers, self._registered)
 
     def change(self) -> Change | None:
-        """The first value that has changed since the last run began, and that is no tensor."""
+        """The first value other than a tensor that has changed since the last run began."""
         for change in self._last.changes():
             if not isinstance(change.before, Tensor) and not isinstance(change.after, Tensor):
                 return change
         return None
 
     def refuse_changes(self, call: str) -> None:
-        """Raise CaptureError, and put back what there was before the first run, if the last run
-        changed a value. Tensors that it keeps are for the audit to refuse."""
+        """Raise CaptureError if the last run changed a value, and restore the state from before the
+        first run. Tensors that a run keeps are refused by the audit."""
         if (change := self.change()) is not None:
             self._first.restore()
             problem = f"{change.path} {change}, and a replay does not repeat that"
@@ -340,12 +347,12 @@ def _is_equal(value: Any, captured: Any) -> bool:
 def _same(
     get: Callable[[Any], Any], places: Sequence[Any], now: Sequence[Any]
 ) -> Callable[[], bool]:
-    """A function that returns whether `get` finds these objects in these places."""
+    """A function that returns whether `get` still finds the objects `now` in these places."""
     return lambda: all(map(is_, map(get, places), now))
 
 
 def _is_function(value: Any) -> bool:
-    """Whether a value is a function or a module, or is called as one."""
+    """Whether a value is a function, a module or another callable, but not a class or a tensor."""
     return callable(value) and not isinstance(value, type | Tensor)
 
 
@@ -366,10 +373,10 @@ class _Place:
     """A place that holds a value.
 
     Args:
-        kind: the places of its kind.
-        label: what it is called.
-        owner: what has it.
-        key: the key, index or name by which its owner has it.
+        kind: the noted places of its kind.
+        label: its name in messages.
+        owner: the object that contains the place.
+        key: the key, index or name of the place in its owner.
     """
 
     kind: _Bindings
@@ -379,7 +386,7 @@ class _Place:
 
 
 def _item(container: Any, index: int) -> Any:
-    """What a list holds at an index; None past its end."""
+    """The item of a list at an index; None past its end."""
     try:
         return container[index]
     except IndexError:
@@ -387,7 +394,7 @@ def _item(container: Any, index: int) -> Any:
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    """What lies in a slot of an object; None if it is empty."""
+    """The value in a slot of an object; None if the slot is empty."""
     return getattr(owner, name, None)
 
 
@@ -410,28 +417,29 @@ class _Names:
         self.objects: dict[str, Any] = {}
         self.containers: dict[str, Any] = {}
         self.registries: list[tuple[str, Any]] = []
-        """The dicts and lists in which there are only functions and modules, with their labels."""
+        """The dicts and lists that hold only functions and modules, with their labels."""
         self.empty: list[tuple[str, Any]] = []
-        """The containers in which there is nothing, with their labels."""
+        """The empty containers, with their labels."""
         self.dicts: list[tuple[str, dict[str, Any]]] = []
-        """The attributes of modules and objects, with the labels of these."""
+        """The attribute dicts of modules and objects, with the labels of these."""
         # The tensors in containers and among attributes, each with the places on the way to it.
         self._in_places: list[tuple[Tensor, tuple[_Place, ...]]] = []
-        # The places on the way to what is read now.
+        # The places on the way to the value that is being read.
         self._way: tuple[_Place, ...] = ()
         self._noted = set[tuple[int, Any]]()
         self._modules: dict[str, nn.Module] = {}
         self._visited: set[int] = set()
         self._classes: dict[type, set[str]] = {}
-        """The classes of the modules and objects, with those of their attributes that have been
-        read."""
+        """The classes of the modules and objects, each with its attributes that have been read."""
         self._asked_for = {"forward", "__call__"}
-        """The names of attributes that the functions read, and of what calls of objects do."""
+        """The names of attributes that the functions read, and of the methods that run when an
+        object is called."""
 
     def read_all(self, fn: Callable[..., Any]) -> None:
-        """Note the names that a function reads, those that the functions which it names read, and
-        those that the methods of the objects which they name read."""
+        """Note the names that a function reads; and, in turn, the names read by the functions that
+        it names, and by the methods of the objects that these name."""
         self.read(fn)
+        # A method that is read may ask for further attributes: repeat until no class has a new one.
         while pending := [(kind, names) for kind in self._classes if (names := self._unread(kind))]:
             for kind, names in pending:
                 self._classes[kind] |= names
@@ -439,7 +447,7 @@ class _Names:
                     self._read_of_class(kind, name)
 
     def _unread(self, kind: type) -> Set[str]:
-        """The attributes of a class that functions ask for, and that have not been read yet."""
+        """The attributes of a class that functions ask for and that have not been read yet."""
         if _is_foreign_class(kind):
             asked_for = {"forward"}
         else:
@@ -449,7 +457,8 @@ class _Names:
         } - self._classes[kind]
 
     def read(self, value: Any, label: str = "") -> None:
-        """Note the names that a function reads, and those that the functions which it names read."""
+        """Note the names that a function reads, and in turn the names that the functions it names
+        read."""
         if id(value) in self._visited or isinstance(value, type):
             return
         self._visited.add(id(value))
@@ -488,7 +497,7 @@ class _Names:
             self._read_object(value, label)
 
     def _read_value(self, label: str, value: Any) -> None:
-        """Read what a name stands for, or what a function is bound to."""
+        """Read the object that a name stands for, or that a function is bound to."""
         self._note_object(label, value)
         if not isinstance(value, types.ModuleType | types.BuiltinFunctionType):
             self.read(value, label)
@@ -551,11 +560,11 @@ class _Names:
     def _read_part(
         self, label: str, value: Any, places: _Bindings | None, owner: Any, key: Any
     ) -> None:
-        """Read a function or a container that `owner` has under `key`, and note it or the tensor
-        there.
+        """Read the value that `owner` has under `key`, if it is a function or a container, and note
+        the function or the tensor there.
 
         Args:
-            places: the places of this kind; None: those that are not noted.
+            places: the noted places of this kind; None: the place is not noted.
         """
         before = self._way
         if places is not None:
@@ -578,13 +587,13 @@ class _Names:
                 place.kind.note(place.label, place.owner, place.key)
 
     def _read_of_class(self, kind: type, name: str) -> None:
-        """Note a function or a module that a class has for all of its objects, and that one of its
-        bases has not."""
+        """Note a function or a module that is an attribute of a class, and the places in its
+        subclasses where an override could be defined."""
         bases = [base for base in kind.__mro__ if not _is_foreign_class(base) or name == "forward"]
         for depth, base in enumerate(bases):
             if name in vars(base):
                 value = vars(base)[name]
-                if _is_method(value):  # which one of the classes below may come to define anew
+                if _is_method(value):  # a subclass that comes earlier in the MRO may override it
                     for one in bases[: depth + 1]:
                         self.of_classes.note(f"{one.__qualname__}.{name}", vars(one), name)
                 if not _is_foreign_class(base):
@@ -592,7 +601,8 @@ class _Names:
                 return
 
     def _read_method(self, value: Any, label: str) -> None:
-        """Read what lies in a class: a function, also one in a descriptor, a module or a container."""
+        """Read an attribute of a class: a function, also inside a descriptor, a module or a
+        container."""
         parts = [value]
         if isinstance(value, property):
             parts = [value.fget]
@@ -641,8 +651,8 @@ class _Names:
                 self._read_path(root, free.get(root, function.__globals__.get(root)), path)
 
     def _read_path(self, label: str, owner: Any, path: Iterable[str]) -> None:
-        """Note what a function reads of the classes, functions and files of Python code that it
-        names: `a.b.c`."""
+        """Note what a function reads of the classes, functions and Python modules that it names:
+        `a.b.c`."""
         for name in path:
             if isinstance(owner, types.ModuleType):
                 if _is_foreign_package(owner.__name__):
@@ -670,14 +680,13 @@ class _Names:
                 self._read_value(label, owner)
 
     def note_tensors(self, storages: Set[int]) -> None:
-        """Note those tensors in containers and among attributes that lie in these storages."""
+        """Note the tensors in containers and among attributes that lie in these storages."""
         for tensor, way in self._in_places:
             if innermost_storage_id(tensor) in storages:
                 self._note_way(way)
 
     def read_modules(self, storages: Set[int]) -> None:
-        """Note those parameters and buffers of the modules that lie in these storages, or that are
-        None."""
+        """Note the parameters and buffers of the modules that lie in these storages or are None."""
         for label, module in self._modules.items():
             for path, part in module.named_modules():
                 for names in (part._parameters, part._buffers):
@@ -706,12 +715,12 @@ def _is_empty(value: Any) -> bool:
 
 
 def _is_unused(name: str) -> bool:
-    """Whether a container of this name in a module is torch's, and a call does not ask for it."""
+    """Whether a module's container of this name belongs to torch and is not read by calls."""
     return name.startswith("_") and name not in _KEPT_BY_MODULES
 
 
 def _values_in(container: Any) -> Any:
-    """A view of what lies in a container: in a dict, its values."""
+    """A view of the values in a container."""
     if isinstance(container, types.MappingProxyType):
         return container.values()
     if isinstance(container, dict):
@@ -728,8 +737,8 @@ def _is_method(value: Any) -> bool:
 
 @functools.cache
 def _is_foreign_package(name: str) -> bool:
-    """Whether a file of Python code is not the user's: of torch, weft, the standard library or an
-    installed package."""
+    """Whether a Python module is not the user's: it belongs to torch, weft, the standard library or
+    an installed package."""
     if name == "__main__" or name.startswith("weft.proofs."):
         return False  # laws and strategies stand for what users write
     package = name.partition(".")[0]
@@ -742,7 +751,7 @@ def _is_foreign_class(kind: type) -> bool:
 
 
 def _class_of(part: nn.Module) -> Any:
-    """The class of a module, which a cached function takes."""
+    """The class of a module, typed so that a cached function accepts it."""
     return type(part)
 
 
@@ -765,7 +774,7 @@ def _is_known_by_itself(value: Any) -> bool:
 
 
 def _is_foreign(function: types.FunctionType) -> bool:
-    # And not __module__, which functools.wraps copies
+    # Not by `__module__`, which functools.wraps copies from the wrapped function.
     home = function.__globals__.get("__name__", "")
     if home.startswith("weft.proofs."):
         return False  # laws and strategies stand for what users write
@@ -773,7 +782,7 @@ def _is_foreign(function: types.FunctionType) -> bool:
 
 
 def _held_by(cell: types.CellType) -> Any:
-    """What a cell holds; the cell itself if it is still empty."""
+    """The content of a closure cell; the cell itself if it is still empty."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -785,10 +794,11 @@ class _Code:
     """The names in the code of a function and of the functions inside it.
 
     Args:
-        read: those that it looks up among the globals, which are not those of attributes.
+        read: the names that it looks up among the globals; attributes are not among them.
         bound: the globals and nonlocals that it binds.
-        attributes: those of the attributes that it reads.
-        paths: those that it reads of a global or a nonlocal, as `a.b.c`, and does not bind.
+        attributes: the names of the attributes that it reads.
+        paths: the attribute paths, such as `a.b.c`, that it reads of a global or nonlocal, and of
+            which it binds no attribute.
     """
 
     read: Set[str]
@@ -826,7 +836,7 @@ def _names_in(code: types.CodeType) -> _Code:
             bound.add(name)
         elif kind in ("STORE_ATTR", "DELETE_ATTR"):
             stored.add(name)
-        elif kind == "STORE_NAME":  # in the body of a class
+        elif kind == "STORE_NAME":  # a local name in the body of a class
             local.add(name)
     inner = [
         _names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)
