@@ -1,5 +1,5 @@
-"""Shared memory among the arguments of a call: which tensors overlap, and what a donated one
-forbids the others."""
+"""Shared memory among the arguments of a call: which tensors overlap, and what a donated tensor
+rules out for the others."""
 
 from bisect import bisect
 from collections.abc import Sequence
@@ -36,8 +36,8 @@ def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors have a byte in common.
 
     numpy's answer is exact; its search took 25 ms at most on thousands of random views of up to ten
-    dimensions. torch does not answer: `torch._C._overlaps` compares storages, and two storages may
-    share memory, as of one numpy array.
+    dimensions. torch has no such function: `torch._C._overlaps` compares storages, but two storages
+    may share memory, for example that of one numpy array.
 
     >>> import torch
     >>> x = torch.arange(6)
@@ -62,18 +62,18 @@ def overlaps_itself(x: Tensor) -> bool:
     if x.is_contiguous() or not x.numel():
         return False
     rest = _same_layout(x)
-    # Two indices of one place differ first in some dimension: there the first element meets the
-    # others.
+    # If two indices have one address, consider the first dimension in which they differ. Shifting
+    # both there moves one of them to index 0, so it is enough to compare index 0 with the rest.
     while rest.ndim:
         if len(rest) > 1 and np.shares_memory(rest[:1], rest[1:]):
             return True
-        rest = rest[0, ...]  # an array, where `rest[0]` of one dimension would read the element
+        rest = rest[0, ...]  # with `...` still an array: `rest[0]` of 1-d would read the element
     return False
 
 
 class _Layout:
-    """The addresses of a tensor's elements, on whatever device, for numpy, which reads none of
-    them."""
+    """A tensor's element addresses, on any device, as an array interface for numpy, which must not
+    read the elements."""
 
     def __init__(self, x: Tensor) -> None:
         size = x.element_size()
@@ -92,8 +92,8 @@ def _same_layout(x: Tensor) -> "np.ndarray[tuple[int, ...], np.dtype[np.void]]":
 
 
 def refuse_shared(call: Arguments, name: str) -> None:
-    """Raise if a donated argument shares memory with another donated one, or its storage with
-    another argument by reference, because the order of the writes would then decide the result."""
+    """Raise if a donated argument shares memory with another donated argument, or its storage with
+    another argument by reference: the order of the writes would then decide the result."""
     leaves = call.reference_leaves
     count = call.num_donated
     donated = [
@@ -129,9 +129,10 @@ def refuse_shared(call: Arguments, name: str) -> None:
 
 
 def refuse_donated_twice(call: Arguments, name: str, first: int) -> None:
-    """Raise if another argument is a donated tensor, or if a copied one lies in the memory of a
-    donated one: the function itself would see what it writes there, and a replay would not. `first`
-    is the index of the first leaf that no earlier call has checked."""
+    """Raise if another argument is a tensor that this call donates, or if a copied argument lies in
+    the memory of a donated one: the function itself would see its writes to that memory through the
+    copied argument, and a replay would not. `first` is the index of the first leaf that no earlier
+    call has checked."""
     leaves = (*call.reference_leaves, *call.copied_leaves)
     count = call.num_donated
     donated = {id(x): i for i, x in enumerate(leaves[:count]) if isinstance(x, Tensor)}
@@ -160,7 +161,7 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The first address of a tensor's elements, and the one after the last."""
+    """The first address of a tensor's elements, and the address after the last one."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
@@ -174,7 +175,7 @@ def _refusal(
 
 
 class Storages:
-    """The storages of the tensors that a call donates, in which no copied tensor may lie."""
+    """The storages of the tensors that a call donates; no copied tensor may lie in them."""
 
     def __init__(self, donated: Sequence[Any]) -> None:
         storages = [x.untyped_storage() for x in donated if isinstance(x, Tensor)]
@@ -183,8 +184,8 @@ class Storages:
         self._ends = [end for _, end in spans]
 
     def meet(self, tensor: Tensor) -> bool:
-        """Whether the tensor's storage has a byte in common with one of the storages; two storages
-        may, as of one numpy array."""
+        """Whether the tensor's storage has a byte in common with one of the storages. Two storages
+        may overlap, for example if both are memory of one numpy array."""
         storage = tensor.untyped_storage()
         start = storage.data_ptr()
         end = storage.data_ptr() + storage.nbytes()

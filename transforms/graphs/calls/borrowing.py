@@ -1,5 +1,5 @@
-"""Borrowed results: marks on functions that lend them, and `weft.check_borrowed()`, which finds a
-use of a borrowed result after a replay has overwritten it."""
+"""Borrowed results: marks on functions that lend their results, and `weft.check_borrowed()`, which
+finds a use of a borrowed result after a replay has overwritten it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +19,7 @@ R = TypeVar("R")
 _LOAN = "_weft_loan"
 _OWNS = "__weft_owns_results__"
 _LENDING = Blocks[bool]("weft.lending")
+# Functions that do not read a tensor's elements: a stale result may be passed to them.
 _METADATA = {
     *(
         "size",
@@ -87,12 +88,13 @@ class _Watch(FunctionMode):
 
 @contextmanager
 def check_borrowed() -> Iterator[None]:
-    """Context in which a use of a borrowed result (`graphify(..., outputs="borrow")`), or of a view
-    of one, raises once a later replay has overwritten it, in this thread. Every torch function
-    becomes slower: use it in tests and debugging.
+    """Context in which any use of a borrowed result (`graphify(..., outputs="borrow")`), or of a
+    view of one, raises once a later replay has overwritten it. It holds in this thread, and makes
+    every torch function slower: use it in tests and debugging.
 
     Raises:
-        StaleResultError: names the function whose result it was, and the number of replays since.
+        StaleResultError: it names the function that lent the result, and the number of replays
+            since.
 
     >>> import torch, weft
     >>> f = weft.graphify(lambda x: x * 2, outputs="borrow")
@@ -111,9 +113,8 @@ def check_borrowed() -> Iterator[None]:
 
 
 def lends(fn: Callable[..., Any]) -> bool:
-    """Whether the next call of `fn` may overwrite the result of this one: it was graphified with
-    `outputs="borrow"`, or is a transform of such a function, to which `functools.wraps` copies the
-    mark."""
+    """Whether the next call of `fn` may overwrite the result of this one: `fn` was graphified with
+    `outputs="borrow"`, or is a transform of such a function (`functools.wraps` copies the mark)."""
     return bool(getattr(fn, "__weft_lends__", False))
 
 
@@ -124,14 +125,14 @@ def declare_lending(fn: F, lends: bool) -> F:
 
 
 def owns_results(fn: Callable[..., Any]) -> bool:
-    """Whether each result of `fn` is in memory of its own, which neither a later call nor the state
-    that it returns shares: it is graphified, or was marked. The mark names its function, so that a
-    copy of it on a wrapper says nothing."""
+    """Whether each result of `fn` is in new memory, which neither a later call nor the returned
+    state shares: `fn` is graphified, or was marked. The mark refers to its function, so that a copy
+    of the mark on a wrapper, whose results may differ, does not count."""
     return getattr(fn, _OWNS, None) is fn
 
 
 def declare_owning(fn: F, owns: bool) -> F:
-    """Mark `fn` as making results of its own, or as not doing so, and return it."""
+    """Mark `fn` as returning results in new memory, or as not doing so, and return it."""
     vars(fn)[_OWNS] = fn if owns else None
     return fn
 

@@ -1,7 +1,7 @@
-"""The input buffers of graphs, and the copies that fill them from the leaves of a call, padding
-included.
+"""The input buffers of graphs, and the copies that fill them, padding included, from the leaves of
+a call.
 
-Graphs that replay one at a time share their buffers, because each replay fills its buffers
+Graphs that replay one at a time can share their buffers, because each replay fills its buffers
 completely, and results are never views of them. Each copy costs a launch, so copies are grouped: on
 a GPU, all plain copies of bytes are one launch (`weft.ops.copying.copies`).
 """
@@ -21,22 +21,22 @@ from weft.torchapi.private import copy_all, seen_as
 from weft.transforms.graphs.calls.aliasing import overlaps_itself
 from weft.trees import Axes
 
-# The size up to which a strided argument gets a buffer with its strides; four times its own size is
-# allowed too.
+# The bytes that the buffer of a strided argument may span to keep the argument's strides; a span of
+# up to four times the argument's own size is allowed too.
 SPARSE_BYTES = 2**26
-# The size up to which padding is copied from a padding source, in the launch that copies the
-# values; larger padding is filled in a launch of its own.
+# The size in bytes up to which a buffer's padding is copied from a padding source, in the same
+# launch as the values; larger padding is filled in a separate launch.
 PADDING_SOURCE_BYTES = 2**20
 
 
-# Kernels add up in another order where a tensor does not begin at a multiple of so many bytes, and
-# vector loads begin later. A buffer begins where its argument does, up to a multiple of it.
+# Vector loads begin at a multiple of this many bytes, so kernels sum in another order if a tensor
+# does not begin there. A buffer therefore has the same address as its argument modulo ALIGNMENT.
 ALIGNMENT = 16
 
 
 def offset_of(value: Tensor) -> int:
-    """The number of bytes by which a tensor of several elements begins after a multiple of
-    `ALIGNMENT`."""
+    """The address of a tensor's first element modulo `ALIGNMENT`; 0 if it has fewer than two
+    elements or no address."""
     strided = value.layout is torch.strided and not value.is_meta and value.numel() > 1
     if strided:
         return value.data_ptr() % ALIGNMENT
@@ -45,8 +45,7 @@ def offset_of(value: Tensor) -> int:
 
 def buffer_like(value: Tensor) -> Tensor:
     """Copy a tensor with its strides and its alignment, so that kernels that depend on them compute
-    the same; make a dense copy if its elements cover little of the memory between the first and the
-    last."""
+    the same bits. The copy is dense if the elements cover little of the memory that they span."""
     span = _span(value)
     sparse = span * value.element_size() > max(SPARSE_BYTES, 4 * value.nbytes)
     overlapping = overlaps_itself(value)
@@ -67,20 +66,20 @@ def buffer_like(value: Tensor) -> Tensor:
 
 
 def _span(x: Tensor) -> int:
-    """The number of elements from the first one to the last one in memory, with those between them."""
+    """The number of elements in memory from the first to the last one, gaps included."""
     return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
 
 
 def in_a_row(x: Tensor) -> Tensor:
-    """The memory of a tensor from the first element to the last one, once, in which elements may
-    overlap."""
+    """The memory from a tensor's first element to its last, as one dimension, in which each address
+    occurs once although elements of the tensor may overlap."""
     return x.as_strided((_span(x),), (1,), x.storage_offset())
 
 
 @attrs.define
 class InputBufferPool:
     """Memory for the input buffers of graphs that replay one at a time: one block per input index,
-    as large as the largest buffer of that input; smaller buffers are the first part of it.
+    as large as the largest buffer of that input; smaller buffers are its leading part.
 
     Args:
         nbytes: the bytes allocated so far for buffers and padding sources.
@@ -90,7 +89,7 @@ class InputBufferPool:
     _blocks: dict[Any, Tensor] = attrs.field(factory=dict, init=False)
 
     def buffer(self, index: int, value: Tensor) -> Tensor:
-        """Make the buffer for the input at `index`, with a copy of `value`; a dense one is part of
+        """Make the buffer for the input at `index`, filled with `value`; a dense buffer is part of
         a shared block."""
         if is_dense(value):
             return self._block_part(("buffer", index), value).copy_(value)
@@ -98,8 +97,8 @@ class InputBufferPool:
         return buffer_like(value)
 
     def padding_source(self, index: int, buffer: Any, spec: Axes | None) -> Tensor | None:
-        """Make a tensor of a buffer's size, full of its padding; None if that is not one number, or
-        if it is large."""
+        """Make a tensor of a buffer's size, full of its padding; None if the padding is not one
+        number, or if the buffer is large."""
         if spec is None or isinstance(spec.pad, str) or buffer.nbytes > PADDING_SOURCE_BYTES:
             return None
         if is_dense(buffer):
@@ -108,6 +107,7 @@ class InputBufferPool:
         return torch.full_like(buffer, spec.pad)
 
     def _block_part(self, key: tuple[Any, ...], like: Tensor) -> Tensor:
+        # An inference tensor cannot be written outside inference mode, so it has its own block.
         key = *key, like.dtype, like.device, torch.is_inference_mode_enabled()
         if (block := self._blocks.get(key)) is None or block.numel() < like.numel():
             block = self._blocks[key] = torch.empty(
@@ -118,8 +118,8 @@ class InputBufferPool:
 
 
 def is_dense(value: Tensor) -> bool:
-    """Whether a buffer like `value` is contiguous, aligned memory without lazy bits, so that it may
-    be part of a shared block."""
+    """Whether a buffer like `value` may be part of a shared block: contiguous, aligned, and without
+    a lazy conjugate or negative bit."""
     lazy = value.is_meta or value.is_conj() or value.is_neg()
     plain = type(value) is Tensor and not lazy and value.is_contiguous() and value.numel() > 0
     return plain and not offset_of(value)
@@ -183,15 +183,16 @@ def plan_copies(
 
 @attrs.frozen(eq=False)
 class _PendingCopies:
-    """The copies that no step does yet.
+    """The copies that no step performs yet.
 
     Args:
         values: (target, index of a leaf).
         constants: (target, source): padding that is the same in every call.
-        repeats: (tail, index of a leaf, its axes): padding that repeats the last entry of a value.
+        repeats: (tail, index of a leaf, axes of the leaf): padding that repeats the last entry of a
+            value.
         fills: (tail, number): padding that is too large for a padding source.
-        overlapping: (buffer, index of a leaf) of buffers in which elements overlap, such as
-            expanded ones.
+        overlapping: (buffer, index of a leaf) for buffers whose elements overlap, such as expanded
+            ones.
     """
 
     values: list[tuple[Tensor, int]]
@@ -238,7 +239,7 @@ def corner(buffer: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def tails(buffer: Tensor, shape: Sequence[int]) -> Iterator[Tensor]:
-    """The rest of `buffer` outside that corner, in parts that do not overlap."""
+    """The rest of `buffer` outside the corner of this shape, in parts that do not overlap."""
     for dim, size in enumerate(shape):
         if size < buffer.shape[dim]:
             yield buffer[(*(slice(s) for s in shape[:dim]), slice(size, None))]
@@ -336,7 +337,7 @@ class GroupedCopy:
 
 
 def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """`itemgetter` that returns a tuple for one index, or none, too."""
+    """An `itemgetter` that returns a tuple also for one index or none."""
     if len(indices) > 1:
         return itemgetter(*indices)
     return lambda leaves: tuple(leaves[i] for i in indices)

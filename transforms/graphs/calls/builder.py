@@ -1,8 +1,8 @@
-"""Generated code that makes the caller's result from the tensors of a replay, as `reader` reads its
-arguments.
+"""Generated code that makes the caller's result from the tensors of a replay; the counterpart of
+`reader`.
 
-The lines depend on the structure of a result; the class of its batch is a constant in them, so that
-calls of any class share them.
+The code depends only on the structure of a result. The class of its batch is a constant that the
+code refers to by name, so that calls of any class share the code.
 """
 
 import functools
@@ -27,7 +27,7 @@ from weft.trees import (
 
 
 class _Slot:
-    """A leaf that stands for the expression which a builder evaluates there."""
+    """A leaf that stands for the expression that a builder evaluates in its place."""
 
     def __init__(self, expression: str) -> None:
         self.expression = expression
@@ -38,13 +38,13 @@ class Template:
     """The code that makes a caller's result, for results of any class.
 
     Args:
-        source: of a function `generated(outputs, references)`, which returns the result, or the
-            list of its leaves.
-        names: the constants that it uses.
-        descriptors: the names of those that are descriptors of sized values.
-        axes: returns those of each leaf, or None.
-        structure: the structure that the leaves have in a class; None if the function returns the
-            result.
+        source: the source of a function `generated(outputs, references)`, which returns the result
+            or the list of its leaves.
+        names: the constants that the source uses.
+        descriptors: the names of the constants that are descriptors of sized values.
+        axes: returns the axes of each leaf, or None.
+        structure: takes a class and returns the structure of the result; None if `generated`
+            returns the whole result.
     """
 
     source: str
@@ -75,7 +75,7 @@ def write_template(
     references: Sequence[int | None],
     detached: Sequence[bool],
 ) -> Template:
-    """Generate the code that makes a result, from the outputs of a recording (`Outputs`)."""
+    """Generate the code that makes a result from the outputs of a recording (`Outputs`)."""
     names, descriptors, expressions, count = (
         dict[str, Any](built=built),
         list[str](),
@@ -93,7 +93,8 @@ def write_template(
             expressions.append(f"value{i}")
 
     def build(node: Any, is_cut: bool = True) -> str:
-        """The expression of a node. `is_cut`: sized values in it have the class of the call."""
+        """The expression of a node. `is_cut`: sized values in it are cut to the class of the
+        call."""
         if isinstance(node, _Slot):
             return node.expression
         kind = f"T{len(names)}"

@@ -1,5 +1,5 @@
-"""`Call`: the arguments of one call of a graphified function, sorted by role, and the memo key that
-they make."""
+"""`Call`: the arguments of one call of a graphified function, sorted by role, and their memo
+key."""
 
 import inspect
 import weakref
@@ -61,8 +61,8 @@ class Roles:
 
     Args:
         signature: the function's signature, for the names of its arguments.
-        own_signature: the signature of the outermost function where a decorator has another one;
-            else the same.
+        own_signature: the signature of the outermost function, if a decorator changed it; else the
+            same as `signature`.
         static: arguments whose values are part of the key.
         donated: arguments whose storage the function takes.
         by_reference: arguments that are captured at their addresses: the donated ones, and others
@@ -78,8 +78,8 @@ class Roles:
     by_reference: tuple[str, ...]
     module: nn.Module | None = None
     is_variadic: bool = attrs.field(init=False)
-    """Whether the function may tell arguments by keyword from those by position, because it takes
-    any of them."""
+    """Whether the function takes `**kwargs`, and so can tell arguments passed by keyword from those
+    passed by position."""
 
     @is_variadic.default
     def _is_variadic(self) -> bool:
@@ -101,7 +101,7 @@ class Call:
     Args:
         num_donated: the number of donated leaves, which come first among those by reference.
         training: for each module whose mode is part of the key, whether it is in training mode.
-        keywords: the names that the call gave by keyword, if the function can tell.
+        keywords: the names that the call passed by keyword, if the function can tell.
     """
 
     statics: dict[str, Any]
@@ -130,7 +130,8 @@ class Call:
         return self._reference_key[0]
 
     def take_reference_key(self, equal: TreeKey) -> None:
-        """Take the equal key of an entry, so that later comparisons with it are of identity."""
+        """Replace the key by the equal key of an entry, so that later comparisons with that are of
+        identity."""
         self._reference_key[:] = [equal]
 
     def copied_axes(self) -> list[Axes | None]:
@@ -168,7 +169,7 @@ def make_call(
 ) -> Call:
     """Bind a call's arguments to the signature, and sort them by role. If an earlier call had the
     same arguments by reference, `cached_references` is their key, and `cached_leaves` are their
-    leaves, none of them donated since.
+    leaves, none of which was donated since.
 
     Raises:
         DonatedError: an argument was donated before, or is donated by this call and passed twice.
@@ -222,7 +223,7 @@ def _bind(
     passed = {*bound.arguments}
     if (
         bound.signature is roles.own_signature
-    ):  # a decorator may have other defaults than the function that it shows
+    ):  # a decorator may have other defaults than the function that it wraps
         bound.apply_defaults()
     values = {key: x for key, x in bound.arguments.items() if key in passed or _is_value(x)}
     statics = {key: values.pop(key) for key in roles.static if key in values}
@@ -231,15 +232,15 @@ def _bind(
 
 
 def _is_value(default: Any) -> bool:
-    """Whether a default is part of the key; any other (a function) is left to the function that has
-    it."""
+    """Whether a default value can be part of the key. Any other default, such as a function, is not
+    passed: the function fills it in itself."""
     return all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in tree_leaves(default))
 
 
 def bind(
     roles: Roles, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> inspect.BoundArguments:
-    """Bind arguments to the function's signature; to that of its decorator if they fit only that
+    """Bind arguments to the function's signature, or to its decorator's if they fit only that
     one."""
     try:
         return roles.signature.bind(*args, **kwargs)
@@ -272,7 +273,7 @@ def modules_keep_training(call: Call, roles: Roles) -> Callable[[], bool] | None
 def invoke(
     fn: Callable[..., Any], roles: Roles, arguments: dict[str, Any], keywords: Collection[str] = ()
 ) -> Any:
-    """Call `fn` with arguments given by name, passing those among `keywords` by keyword, and others
+    """Call `fn` with a dict of arguments by name: those in `keywords` are passed by keyword, others
     by position. As in every call of a graphified function, attention of torch.nn takes no fast
     path."""
     named = arguments.keys() <= roles.signature.parameters.keys()
@@ -296,8 +297,8 @@ def invoke(
 
 
 def enclosing_transform() -> str | None:
-    """The capture, trace or torch.func transform that the current call is inside, in words; None
-    outside of any."""
+    """The capture, trace or torch.func transform around the current call, in words; None if there
+    is none."""
     if in_functorch_transform():
         return "inside a torch.func transform"
     if in_dispatch_mode() or (
@@ -340,8 +341,8 @@ def inline_reason(call: Call) -> str | None:
 
 
 def _ambient() -> tuple[tuple[str, Any], ...]:
-    """The surroundings that a result depends on besides the arguments; a replay needs a capture in
-    the same ones."""
+    """The surroundings that a result depends on besides the arguments; a replay must run in the
+    same surroundings as the capture."""
     modes = tuple(_ByIdentity(mode) for mode in function_modes())
     hooks = tuple(_ByIdentity(hook) for hook in saved_tensors_hooks() or ())
     entries = (
@@ -376,8 +377,8 @@ class _ByIdentity:
 
 
 def check_sizes(call: Call, descriptor: Any, name: str) -> None:
-    """Raise DescriptorError if a sized leaf does not have the size that the call's descriptor
-    gives."""
+    """Raise DescriptorError if the size of a sized leaf differs from what the call's descriptor
+    says."""
     pairs = zip(call.copied_leaves, call.copied_axes(), strict=True)
     for index, (leaf, spec) in enumerate(pairs, len(call.reference_leaves)):
         if spec is not None and tuple(leaf.shape) != (
@@ -393,7 +394,7 @@ def check_sizes(call: Call, descriptor: Any, name: str) -> None:
 
 
 def _repeated(call: Call) -> tuple[int, ...]:
-    """For each leaf the index of the first one that is the same tensor; empty if no tensor is
+    """For each leaf, the index of the first leaf that is the same tensor; empty if no tensor is
     passed twice."""
     first: dict[int, int] = {}
     leaves = (*call.reference_leaves, *call.copied_leaves)
@@ -463,8 +464,8 @@ def check_call(call: Call, name: str) -> None:
 
 
 def key_of(call: Call, mode: str, descriptor: Any, signature: Key | None = None) -> Key:
-    """The memo key of a call padded to `descriptor`, or of the call as it is if that is None;
-    `signature` is the key before dispatch, if that is known."""
+    """The memo key of a call padded to `descriptor`, or of the unpadded call if `descriptor` is
+    None; `signature` is the key before dispatch, if it is known."""
     signature = attrs.evolve(signature or signature_of(call), mode=mode)
     if descriptor is None:
         return signature

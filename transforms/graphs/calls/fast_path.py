@@ -2,12 +2,12 @@
 repeat one.
 
 The general path asks torch for each property of each argument, and hashes all of them. When it
-answers a call by a replay, it stores a short key and two guards in C++ (torch's own, as
-`torch.compile` uses them), which are at least as strict. A call that fails a guard takes the
-general path again, so a guard may be too strict but never too lax.
+answers a call by a replay, it stores a short key and two guards in C++ (torch's own, which
+`torch.compile` uses); together they are at least as strict as the full key. A call that fails a
+guard takes the general path again, so a guard may be too strict but never too lax.
 
 A call that differs from an earlier one only in its copied arguments, such as a batch of another
-size, takes the general path with the key of its arguments by reference already known: a model's
+size, takes the general path too, but reuses the key of its arguments by reference: a model's
 parameters are a thousand tensors.
 """
 
@@ -36,8 +36,8 @@ from weft.transforms.graphs.calls.reader import (
 
 
 def modes_around() -> tuple[Any, ...]:
-    """The function modes, batch invariance and rank that a call is made under; each combination has
-    fast paths of its own. Most calls have none of these."""
+    """The function modes, batch invariance and rank that a call is made under. Each combination has
+    separate fast paths. Most calls have none of these."""
     modes = function_modes()
     place = current_place()
     if is_batch_invariant():
@@ -48,7 +48,7 @@ def modes_around() -> tuple[Any, ...]:
 
 
 class Value(Protocol):
-    """A value that may be used as long as `holds` returns True; None: always."""
+    """A value that may be used as long as `holds` returns True, or always if `holds` is None."""
 
     @property
     def holds(self) -> Callable[[], bool] | None: ...
@@ -57,14 +57,14 @@ class Value(Protocol):
 T = TypeVar("T", bound=Value)
 
 MAX_FORMS = 256
-# Argument structures with a fast path, per call form; calls of further structures take the general
-# path.
+# The most argument structures with a fast path per call form; calls of further structures take the
+# general path.
 MAX_FAST_PATHS = 128
 MAX_KEYS = 4096
 MAX_KNOWN = 64
 MAX_PER_KEY = 8
-# Stands in a table for a key whose calls have more than `MAX_PER_KEY` layouts: their strides join
-# the key.
+# Stands in a table for a key whose calls have more than `MAX_PER_KEY` layouts; their values are
+# under the key extended by the strides.
 _CROWDED: Final[tuple[Any, ...]] = (None,)
 
 
@@ -93,8 +93,8 @@ def _guarded(
     tensors: Sequence[Any],
     donated: Sequence[Any] = (),
 ) -> Guarded[T] | None:
-    """Guard a value by these tensors and the current global state; None if a tensor stands in two
-    places."""
+    """Guard a value by these tensors and the current global state; None if a tensor occurs twice
+    among them, which torch's guard does not accept."""
     check = tensors_check(tensors)
     if not check(*tensors):
         return None
@@ -116,8 +116,8 @@ Table = dict[Any, tuple[Guarded[T], ...]]
 def _find(
     table: Table[T], key: Any, tensors: Sequence[Any], copied: Sequence[Tensor] = ()
 ) -> T | None:
-    """Find the first value for a call of this key whose guards pass for its tensors, those copied
-    among them, in the current state; None if there is none."""
+    """Find the first value for a call of this key whose guards pass for its tensors in the current
+    state; None if there is none. `copied` are the copied ones of the tensors."""
     try:
         candidates = table.get(key)
     except TypeError:  # the general path raises the error that names the unhashable value
@@ -143,7 +143,7 @@ def _find(
 def _store(
     table: Table[T], key: Any, tensors: Sequence[Any], guarded: Guarded[T], max_keys: int
 ) -> None:
-    """Store a value before those that the key has; the oldest gives way."""
+    """Store a value in front of the key's other values; the oldest one may be dropped."""
     if len(table) >= max_keys:
         table.clear()
     candidates = table.get(key)
@@ -204,12 +204,12 @@ class FastPath(Generic[T]):
     def add(
         self, read: ReadCall | None, call: Call, plan: T, condition: Callable[[T], bool] | None
     ) -> bool:
-        """Store a plan for calls like this one, as long as it exists and the condition holds, and
-        the key of its arguments by reference for calls that differ in copied arguments only.
+        """Store a plan for calls like this one, to be used while it exists and the condition holds;
+        and the key of its arguments by reference, for calls that differ only in copied arguments.
 
         Returns:
-            False if the call has another structure, or one tensor in two places where the call that
-            this fast path was made for had two tensors.
+            False if the call has another structure, or passes one tensor twice where the call that
+            this fast path was made for passed two tensors.
         """
         if read is None:
             return False
@@ -227,7 +227,7 @@ class FastPath(Generic[T]):
         return True
 
 
-# A fast path that has no plan for a call, and what it read of the call.
+# A fast path that has no plan for a call, and the arguments as it read them.
 Missed = tuple[FastPath[T], ReadCall]
 
 
@@ -250,8 +250,8 @@ class FastPaths(Generic[T]):
     def known_call(
         self, missed: Sequence[Missed[T]], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Call | None:
-        """Make a call that fast paths have missed from a known key of its arguments by reference;
-        None if no earlier call had the same ones."""
+        """Make a `Call` from the arguments of a call that fast paths have missed, reusing the known
+        key of its arguments by reference; None if no earlier call had the same ones."""
         for fast_path, read in missed:
             if (cached_references := fast_path.find_known(read)) is not None:
                 leaves = read[1][: fast_path.layout.num_references[0]]
@@ -267,8 +267,8 @@ class FastPaths(Generic[T]):
         plan: T,
         condition: Callable[[T], bool] | None,
     ) -> None:
-        """Store a plan for the next call like this one, as long as it exists and the condition
-        holds."""
+        """Store a plan for the next call like this one, to be used while it exists and the
+        condition holds."""
         form = (len(args), *kwargs, *modes)
         existing = self.by_form.get(form, ())
         for fast_path in existing:

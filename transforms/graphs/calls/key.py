@@ -21,8 +21,8 @@ from weft.transforms.graphs.calls.buffers import offset_of
 from weft.trees import TreeSpec, tree_leaves
 from weft.value_keys import EXACT, by_identity, value_key
 
-# Attributes of tensors that begin so belong to weft and to torch.compile, and say nothing about the
-# tensor.
+# Attributes of tensors with these prefixes belong to weft and torch.compile, and say nothing about
+# the tensor.
 OF_OTHERS = ("_weft", "_dynamo")
 
 
@@ -36,13 +36,13 @@ class LeafKey:
     stride: tuple[int, ...]
     device: Any
     flags: tuple[bool, ...]
-    """Whether the tensor is a lazy conjugate, a lazy negative, requires grad, is a leaf of
-    autograd, is quantized, and, if it is captured by reference, was made in inference mode, in this
-    order."""
+    """In this order, whether the tensor is a lazy conjugate, is a lazy negative, requires grad, is
+    a leaf of autograd, is quantized, and (only if captured by reference) was made in inference
+    mode."""
     address: int | None
     """The data pointer, for arguments captured by reference; None for copied ones."""
     offset: int = 0
-    """For copied arguments, the bytes by which the first element lies after a multiple of 16."""
+    """For copied arguments, the address of the first element modulo 16 bytes."""
     attributes: tuple[tuple[str, Any], ...] = ()
     """The attributes that Python code has set on the tensor."""
 
@@ -101,7 +101,7 @@ class Key:
 
 @attrs.frozen
 class KnownReferences:
-    """The key of a call's arguments by reference, known from an earlier call with the same
+    """The key of a call's arguments by reference, taken from an earlier call with the same
     addresses and shapes.
 
     Args:
@@ -135,15 +135,16 @@ class Weakly:
 
 
 def static_key(value: Any) -> Any:
-    """The `value_key` of a static argument; one that is compared by identity is held weakly."""
+    """The `value_key` of a static argument; an argument that is compared by identity is held
+    weakly."""
     if is_held_weakly(value):
         return (type(value), Weakly(value))
     return value_key(value)
 
 
 def is_held_weakly(value: Any) -> bool:
-    """Whether keys hold a static argument weakly: it is compared by identity, such as the instance
-    of a method, and can have weak references."""
+    """Whether keys hold a static argument weakly: it is compared by identity, as the instance of a
+    method is, and it supports weak references."""
     kind: Any = type(value)
     is_candidate = kind.__hash__ is object.__hash__ and kind.__weakrefoffset__ != 0
     return is_candidate and kind not in EXACT and by_identity(kind) and not isinstance(value, type)
@@ -162,8 +163,8 @@ def attributes_of(tensor: Tensor) -> tuple[tuple[str, Any], ...]:
 
 
 def leaf_key(leaf: Any, shape: tuple[int, ...] | None, by_reference: bool) -> Any:
-    """The key of one leaf; `shape` is the padded shape of a sized leaf, whose buffer is contiguous,
-    else None."""
+    """The key of one leaf. `shape` is the padded shape of a sized leaf, and None for others. The
+    buffer of a sized leaf is contiguous, so its stride and alignment are not part of the key."""
     if not isinstance(leaf, Tensor):
         return value_key(leaf)
     kind = type(leaf)
@@ -269,9 +270,9 @@ def check_plain(
     pytree.
 
     Args:
-        leaves: of the arguments.
-        call, names: the call and the leaves, as the user writes them.
-        if_constant: what to do with an object that never changes.
+        leaves: the leaves of the arguments.
+        call, names: the call, and the names of the leaves, as the user writes them.
+        if_constant: the advice for an object that never changes.
     """
     leaves = list(leaves)
     if all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves):
@@ -329,8 +330,8 @@ class CacheInfo:
         eager: calls that ran the function itself, except those inside a trace, another capture or a
             torch.func transform.
         currsize: graphs held now.
-        eager_reasons: the eager calls by reason; after 64 reasons, all others are one. It is
-            neither printed nor compared.
+        eager_reasons: the eager calls by reason; after 64 reasons, all others count as one. Not
+            printed and not compared.
     """
 
     captures: int = 0

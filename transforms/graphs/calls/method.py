@@ -9,8 +9,8 @@ _TAKE_CALL_ARGUMENTS = ("capture", "compile_ahead", "explain", "lower", "memory_
 
 
 class Method:
-    """A graphified function bound to an instance, its first argument. Other attributes are the
-    function's."""
+    """A graphified function bound to an instance, which is its first argument. All other attributes
+    are the function's."""
 
     def __init__(self, function: Any, instance: Any) -> None:
         self.__func__ = function

@@ -1,9 +1,9 @@
 """Generated code that reads the arguments of calls of one structure.
 
-torch's pytree visits a tree node by node, in Python. Once a tree's structure is known, a few
-straight lines of code unpack the next tree like it. These lines are generated here, with a check of
-each type, length and key. They agree with `tree_flatten` and `value_key`; trees that fail a check
-are left to those two.
+torch's pytree visits a tree node by node, in Python. Once a tree's structure is known, a few lines
+of straight-line code unpack the next tree like it. These lines are generated here, with a check of
+each type, length and key. They agree with `tree_flatten` and `value_key`, which handle the trees
+that fail a check.
 """
 
 import inspect
@@ -36,10 +36,11 @@ ReadCall = tuple[
 ]
 """The arguments of one call, as four tuples.
 
-The key, in two parts: first the static values and, for arguments by reference, the values that are
-not tensors and the addresses of tensors; then the values and shapes of the copied arguments. The
-leaves in flattening order, those by reference first. The distinct tensors among them. The donatable
-nodes among the donated arguments."""
+1. The key, in two parts: first the static values and, for arguments by reference, the values that
+   are not tensors and the addresses of tensors; then the values and shapes of the copied arguments.
+2. The leaves in flattening order, those by reference first.
+3. The distinct tensors among the leaves.
+4. The donatable nodes among the donated arguments."""
 
 
 @attrs.frozen
@@ -65,8 +66,8 @@ class CallLayout:
         nodes: for each donatable node among the donated arguments, the call that takes it.
         aliased: (index, the call that takes it) of each leaf that is a donated tensor outside a
             donatable node.
-        num_references: the number of leaves, and of tensors, of the arguments by reference. They
-            come first.
+        num_references: the number of leaves, and the number of tensors, of the arguments by
+            reference, which come first.
     """
 
     read: Read
@@ -103,7 +104,8 @@ class _Writer:
         return f"v{self.count}"
 
     def name_of(self, expression: str) -> str:
-        """The name of an expression's value, which is assigned to a new one unless it is a name."""
+        """A name for an expression's value: the expression itself if it is a name, else a new one
+        to which it is assigned."""
         if expression.isidentifier():
             return expression
         name = self.new_name()
@@ -127,7 +129,7 @@ def write_reader(
     padded: Set[int],
 ) -> CallLayout:
     """Generate the reader for calls like the one with these arguments. The alignment of copied
-    tensors is part of the key, except for those that are padded, which have these `id`s.
+    tensors is part of the key, except for padded ones, whose `id`s are in `padded`.
 
     Raises:
         ForeignError: an argument contains a node of a class that generated code cannot read.
@@ -229,8 +231,8 @@ def _tensors_in(value: Any) -> Counter[int]:
 
 
 def _write_cached(writer: _Writer, name: str, value: Any) -> None:
-    """Generate a separate reader for an immutable subtree, with a cache that recognizes the subtree
-    by identity."""
+    """Generate a separate reader for an immutable subtree, with a cache that recognizes it by
+    identity."""
     inner = _Writer()
     _write_node(inner, "value", value, True, None)
     lines = (
@@ -320,7 +322,7 @@ class Attributes:
     """The attributes that Python code had set on a tensor by reference when its call was recorded.
 
     Args:
-        names, values: of all of them.
+        names, values: the names and values of all attributes.
         key: `attributes_of` the tensor.
     """
 
@@ -330,11 +332,11 @@ class Attributes:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Attributes":
-        """Those of a tensor."""
+        """The attributes of a tensor."""
         return cls(tuple(vars(tensor)), tuple(vars(tensor).values()), attributes_of(tensor))
 
     def are_those_of(self, tensor: Tensor) -> bool:
-        """Whether a tensor has equal ones, and was not donated."""
+        """Whether a tensor has equal attributes, and was not donated."""
         attributes = vars(tensor)
         if tuple(attributes) == self.names and all(
             map(operator.is_, attributes.values(), self.values)
@@ -345,8 +347,8 @@ class Attributes:
 
 def _write_value(writer: _Writer, expression: str, value: Any, weakly: bool = False) -> None:
     """Check the type of a value that is not a tensor, and add it to the key as `value_key` compares
-    it; if the value is held `weakly`, its `id`. A plan goes with the value that it is for, before
-    another one can have that `id`."""
+    it. If the value is held `weakly`, its `id` is added instead: the plan is dropped when the value
+    dies, before another object can have that `id`."""
     name = writer.name_of(expression)
     writer.require(f"{name}.__class__ is {writer.constant(type(value))}")
     if weakly:
@@ -384,6 +386,6 @@ def compiled(source: str, names: dict[str, Any]) -> Any:
 
 @lru_cache(maxsize=64)
 def _code(source: str) -> CodeType:
-    """Compile `source`, with a cache: batches of different sizes generate the same lines, with
-    other constants."""
+    """Compile `source`, with a cache: batches of different sizes generate the same lines with other
+    constants."""
     return compile(source, "<weft.transforms.graphs.calls.reader>", "exec")

@@ -45,7 +45,7 @@ class Outputs:
         detached: for each leaf, whether it is the caller's own tensor, which requires grad, with a
             value that does not.
 
-    What depends on the structure alone is made once, for the results of all classes.
+    The template, which depends on the structure alone, is made once for the results of all classes.
     """
 
     structure: TreeSpec
@@ -84,8 +84,8 @@ def _same_view(a: Any, b: Any) -> bool:
 
 
 def subtrees(structure: TreeSpec, start: int = 0) -> Iterator[tuple[int, TreeSpec]]:
-    """(index of its first leaf, structure) of a tree and all trees in its tuples, lists and dicts,
-    outermost first."""
+    """Yield (index of the first leaf, structure) for a tree and all trees in its tuples, lists and
+    dicts, outermost first."""
     yield start, structure
     kind = structure.type
     if kind is namedtuple or (isinstance(kind, type) and issubclass(kind, tuple | list | dict)):
@@ -98,8 +98,8 @@ def find_next_value(result: Any, donated: Any, taken: Set[int]) -> range | None:
     """The leaves of `result` that are the next value of the `donated` argument: same structure,
     shapes and dtypes.
 
-    Among several candidates, the one that shares most tensors with the argument is chosen, then the
-    first. None if there is no candidate that is not `taken`.
+    Among several candidates, the one that shares most tensors with the argument is chosen; among
+    equals, the first. None if every candidate has `taken` leaves, or if there is none.
     """
     (leaves, donated_structure), (result_leaves, structure) = (
         tree_flatten(donated),
@@ -137,7 +137,7 @@ def make_outputs(result: Any, donated: Sequence[Any], references: Sequence[Any])
         donated: the donated arguments, with leaves at the caller's addresses.
         references: all leaves that are the caller's own tensors, in order.
 
-    An output that lies in donated storage, and is not the next value of that storage, is copied
+    An output that lies in donated storage but is not the next value of that storage is cloned
     first, so that the order of the writes does not matter.
     """
     leaves, structure = tree_flatten(result)
@@ -160,15 +160,15 @@ def make_outputs(result: Any, donated: Sequence[Any], references: Sequence[Any])
     values = [outside_donated(leaf, targets.get(i)) for i, leaf in enumerate(leaves)]
     written = [_write_back(value, targets.get(i)) for i, value in enumerate(values)]
     owners = _owners(written, references)
-    for i, owner in enumerate(owners):  # a detached parameter is not the parameter
+    for i, owner in enumerate(owners):  # a detached parameter is not the caller's parameter
         if (
             owner is not None
             and i not in targets
             and references[owner].requires_grad != required_grad[i]
         ):
             owners[i] = None
-    # The caller's own tensors are not held here, or a graph would keep every state alive that it
-    # ever ran on.
+    # Do not hold the caller's own tensors, or a graph would keep alive every state that it ever ran
+    # on.
     kept_leaves = [
         leaf if owner is None else ... for leaf, owner in zip(written, owners, strict=True)
     ]
@@ -183,8 +183,8 @@ def make_outputs(result: Any, donated: Sequence[Any], references: Sequence[Any])
 
 
 def refuse_requiring_grad(name: str, outputs: Outputs, call: Call, buffers: Sequence[Any]) -> None:
-    """Raise CaptureError for a result that requires grad because of what the function did, and not
-    because it is an argument that does: autograd records nothing in a replay."""
+    """Raise CaptureError for a result that requires grad, unless it is an argument that does:
+    autograd records nothing in a replay."""
     pairs = [
         *zip(buffers, call.copied_leaves, strict=True),
         *((x, x) for x in call.reference_leaves),
@@ -262,7 +262,7 @@ def _owners(leaves: Sequence[Any], references: Sequence[Any]) -> list[int | None
 
 
 def _write_back_targets(result: Any, donated: Sequence[Any]) -> dict[int, Tensor]:
-    """The donated leaf, for the index of each output leaf that is its next value."""
+    """The donated leaves, by the index of the output leaf that is their next value."""
     targets: dict[int, Tensor] = {}
     for old in donated:
         span = find_next_value(result, old, targets.keys())
@@ -300,8 +300,8 @@ def plan_lending(outputs: Sequence[Tensor], cloned: Sequence[int]) -> Cloner:
 
 
 def lend_all(outputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """The graph's own buffers, which the next replay overwrites, as new tensor objects, so that one
-    caller's `t_()` or donation does not affect the next caller."""
+    """The graph's own buffers, which the next replay overwrites. They are new tensor objects, so
+    that one caller's `t_()` or donation does not affect the next caller."""
     return [x.data for x in outputs]  # `.data` takes half the time of `detach()`
 
 
@@ -369,10 +369,10 @@ def hand_over(
 
     Args:
         outputs: the recording's outputs.
-        buffers: the recording's input buffers. An output that lies in one of them is never lent:
-            passed to the next call, it could be overwritten while it is read.
+        buffers: the recording's input buffers. An output that lies in one of them is never lent: if
+            it were passed to the next call, it could be overwritten while it is read.
         borrow: whether the other outputs are lent; otherwise they are cloned.
-        descriptor: the class that results are cut to; None: they have the class of the graph.
+        descriptor: the class that results are cut to; None: results keep the class of the graph.
     """
     leaves = outputs.leaves if descriptor is None else outputs.cut(descriptor)
     pairs = zip(leaves, outputs.references, strict=True)
@@ -385,9 +385,9 @@ def hand_over(
 
 
 def keep_in_place(result: R, donated: Sequence[str], call: Call) -> R:
-    """Move the next value of each donated argument, in the result of an eager call, to the storage
-    of the old value, as a replay does, so that a graph captured on that storage finds it. A result
-    that autograd recorded stays as it is."""
+    """In the result of an eager call, move the next value of each donated argument to the storage
+    of the old value, as a replay does, so that a graph captured on that storage finds it there. A
+    result that autograd recorded is returned unchanged."""
     if not donated or (
         torch.is_grad_enabled() and any(_requires_grad(leaf) for leaf in tree_leaves(result))
     ):

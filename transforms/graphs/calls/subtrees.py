@@ -1,8 +1,8 @@
 """Immutable arguments, such as a model's parameters, are read once and then recognized by identity.
 
-The contents of a frozen class cannot change, all the way down, except that a tensor may be given
-other memory or other attributes, or be donated, which sets one. A few calls in C check the tensors
-for that.
+The contents of a frozen class cannot change, all the way down, with one exception: a tensor may get
+other memory or other attributes, or may be donated, which sets an attribute. A few calls in C check
+the tensors for that.
 """
 
 import weakref
@@ -22,8 +22,8 @@ _data_ptr = Tensor.data_ptr
 
 
 def is_frozen_tree(value: Any) -> bool:
-    """Whether a value is of a frozen class registered with `weft.pytree`, and holds only such
-    classes, tuples, plain values and tensors."""
+    """Whether a value is of a frozen class registered with `weft.pytree`, and holds only instances
+    of such classes, tuples, plain values and tensors."""
     return node_fields(type(value)) is not None and _is_frozen_part(value)
 
 
@@ -72,8 +72,8 @@ class CachedSubtree:
         return cls(subtree, read, addresses, kinds, tuple(map(vars, tensors)))
 
     def is_valid(self) -> bool:
-        """Whether its tensors have the same addresses and types as before, and no attributes: these
-        are compared by the code that reads a subtree."""
+        """Whether its tensors have the same addresses and types as before, and no attributes. If
+        they have any, the subtree is read again, and the generated reader compares them."""
         tensors = self.read[2]
         return (
             tuple(map(_data_ptr, tensors)) == self.addresses
@@ -83,7 +83,7 @@ class CachedSubtree:
 
 
 class _Hashed:
-    """A long key with its hash."""
+    """A long key whose hash is computed once."""
 
     def __init__(self, key: Any) -> None:
         self._key = key
@@ -108,7 +108,7 @@ class SubtreeCache:
         self._cached: CachedSubtree | None = None
 
     def read(self, value: Any) -> ReadTree | None:
-        """Read a subtree; its key is hashed once."""
+        """Read a subtree; None if it has another structure."""
         cached = self._cached
         if cached is not None and cached.subtree() is value and cached.is_valid():
             return cached.read
