@@ -1,4 +1,5 @@
-"""The ranks of a mesh in one process and one thread, which runs the parts of their traces in turn.
+"""Runs the ranks of a mesh in one process and one thread, by running the parts of their traces in
+turn.
 
 Everything is an operation on tensors of this process, so autograd and torch.func follow the result,
 and `graphify` records all ranks in one graph.
@@ -26,8 +27,8 @@ class _Rank:
     """One rank of a run.
 
     Args:
-        trace: what it runs.
-        values: of the nodes so far, as long as a later one uses them.
+        trace: the trace that it runs.
+        values: the values of the nodes so far, each kept while a later node uses it.
         done: the number of parts that it has run.
     """
 
@@ -54,14 +55,15 @@ class _Rank:
             del self.values[used]
 
     def offered(self) -> Tensor:
-        """The tensor that this rank brings to the collective after the parts that it has run."""
+        """The tensor that this rank contributes to the collective after the last part that it
+        ran."""
         node, _ = self.trace.collectives[self.done - 1]
         (input_node,) = node.all_input_nodes
         tensor: Tensor = self.values[input_node]
         return tensor
 
     def take(self, result: Tensor) -> None:
-        """Go on with the result of that collective."""
+        """Receive the result of that collective."""
         node, _ = self.trace.collectives[self.done - 1]
         self.values[node] = result
         self._drop(node)
@@ -74,7 +76,7 @@ class Participant(Protocol[T_contra]):
         """Run the operators up to the next collective, or the end."""
 
     def take(self, result: T_contra, /) -> None:
-        """Go on with the result of that collective."""
+        """Receive the result of the collective after that part."""
 
 
 def take_turns(
@@ -84,9 +86,9 @@ def take_turns(
 ) -> None:
     """Run the parts of all ranks in an order that their programs allow. `meet` makes the results of
     a collective, for each of its ranks in order."""
-    results = dict[
-        int, T
-    ]()  # of ranks that have not come to the collective in which another one got them
+    # The first rank that reaches a collective computes the results of all its ranks; they wait here
+    # until the others reach it.
+    results = dict[int, T]()
     for step in order:
         rank = ranks[step.rank]
         if not isinstance(step.effect, Collective):
@@ -100,8 +102,9 @@ def take_turns(
 def run_in_turn(
     traces: Sequence[Trace], order: Sequence[Step], args: Sequence[Sequence[Tensor]]
 ) -> list[list[Any]]:
-    """Run traces on the tensors of each rank's arguments, in an order that their programs allow;
-    the leaves of each rank's result. One that is an argument is that tensor itself."""
+    """Run traces on the tensors of each rank's arguments, in an order that their programs allow,
+    and return the leaves of each rank's result. A leaf that is an argument is that tensor
+    itself."""
     ranks = [
         _Rank(one, dict(zip(_inputs(one), tensors, strict=True)))
         for one, tensors in zip(traces, args, strict=True)
@@ -109,7 +112,7 @@ def run_in_turn(
 
     def meet(effect: Collective) -> Iterator[Tensor]:
         every = combine(effect, [ranks[rank].offered() for rank in effect.ranks])
-        # Each rank may write its result in place, and the trace is of one that is contiguous.
+        # A clone for each rank, which may write its result in place; contiguous, as in the trace.
         return (x.clone(memory_format=torch.contiguous_format) for x in every)
 
     take_turns(ranks, order, meet)

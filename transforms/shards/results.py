@@ -1,5 +1,5 @@
-"""What a sharded function returns, by its traces: where each leaf is placed, and whether the ranks'
-parts fit."""
+"""What a sharded function returns, by its traces: the placement of each leaf, and whether the
+ranks' parts fit together."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,15 +19,16 @@ from weft.trees import leaves_with_names, tree_flatten, tree_unflatten
 
 @attrs.frozen(eq=False)
 class PlacedResult:
-    """A leaf of the result that is placed on the mesh, and not `PerRank()`.
+    """A leaf of the result that has a placement on the mesh other than `PerRank()`.
 
     Args:
-        name: of the leaf, as errors have it.
-        indices: the index of the leaf among those of each rank.
-        layout: the placement on each axis. A leaf that is no tensor is the same on all ranks.
-        unproven: the axes along which it is `Replicate()`, each with ranks that do not compute it
-            from the same values, by their traces; and whether they do if `PerRank()` arguments,
-            such as weights that each rank loads, are equal.
+        name: the name of the leaf in errors.
+        indices: for each rank, the index of the leaf among the rank's leaves.
+        layout: the placement on each axis. A leaf that is not a tensor is the same on all ranks.
+        unproven: axes along which it is `Replicate()` although ranks, by their traces, do not
+            compute it from the same values: the axis, these ranks, and whether they would compute
+            it from the same values if their `PerRank()` arguments, such as weights that each rank
+            loads, were equal.
         has_known_size: whether its size does not depend on values of tensors.
     """
 
@@ -38,13 +39,13 @@ class PlacedResult:
     has_known_size: bool
 
     def of(self, leaves_by_rank: Sequence[Sequence[Any]]) -> list[Any]:
-        """The leaf of each rank, among the leaves of all."""
+        """This leaf on each rank, out of all leaves by rank."""
         return [leaves[index] for leaves, index in zip(leaves_by_rank, self.indices, strict=True)]
 
 
 @attrs.frozen
 class _Place:
-    """A leaf in a tree of places: its index among all leaves of a rank."""
+    """Stands for a leaf, by its index among all leaves of a rank."""
 
     index: int
 
@@ -57,13 +58,14 @@ def place_results(
     out_placements: Any,
     call: str,
 ) -> Iterator[PlacedResult]:
-    """The leaves of the result that are placed.
+    """Yield the leaves of the result that have a placement.
 
     Args:
-        traces: of all ranks.
+        traces: the traces of all ranks.
         numbers: for each leaf of each rank, its value number.
-        alike: those that they would have if the ranks' `PerRank()` arguments were equal.
-        mesh, out_placements, call: as `shard` has them.
+        alike: the value numbers that the leaves would have if the ranks' `PerRank()` arguments were
+            equal.
+        mesh, out_placements, call: as in `shard`.
 
     Raises:
         MeshError: placements of another structure than the result, or results that do not fit
@@ -130,7 +132,7 @@ def _structures(flat: Sequence[tuple[Any, Any]], rank: int) -> str:
 
 
 def refuse_unlike(name: str, leaves: Sequence[Any], layout: Layout, call: str) -> None:
-    """Raise MeshError if a result has another kind, shape or dtype on another rank."""
+    """Raise MeshError if the kind, shape or dtype of a result differs between ranks."""
     kinds = [_kind(leaf) for leaf in leaves]
     rank = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
     if rank is None:
@@ -151,7 +153,7 @@ def _kind(leaf: Any) -> str:
 
 
 def _refuse_missing(name: str, leaf: Node, layout: Layout, call: str) -> None:
-    """Raise MeshError if a result lacks the dimension along which it is a shard."""
+    """Raise MeshError if a result lacks the dimension along which it is sharded."""
     shape = leaf.meta["val"].shape
     for axis, placement in layout:
         if isinstance(placement, Shard) and not -len(shape) <= placement.dim < len(shape):

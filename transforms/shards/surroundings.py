@@ -1,4 +1,4 @@
-"""Whether what a function closes over is still what its trace was made of."""
+"""`ClosedOver`: whether the values that a function closes over have changed since its trace."""
 
 import functools
 import types
@@ -17,7 +17,7 @@ from weft.transforms.graphs.outside import Outside
 _PLAIN = (Tensor, Parameter, Buffer)
 # The most objects that are searched for a tensor.
 _MOST_OBJECTS = 10_000
-# The most values that are compared in each call; a function that names more is traced in each.
+# The most values that are compared at each call; a function that names more is traced at each call.
 _MOST_VALUES = 100_000
 _OPAQUE = (
     type,
@@ -35,13 +35,13 @@ _OPAQUE = (
 
 @attrs.frozen(eq=False)
 class _Link:
-    """A place in an object that holds another one.
+    """A place in an object that refers to another object.
 
     Args:
-        read: returns what is in a place of an object, and raises LookupError or AttributeError
-            where there is none.
-        holder, key: the object, and the place.
-        value: what it held.
+        read: returns what a place of an object holds; raises LookupError or AttributeError if there
+            is no such place.
+        holder, key: the object, and the place in it.
+        value: what the place held.
     """
 
     read: Callable[[Any, Any], Any]
@@ -58,13 +58,13 @@ class _Link:
 
 
 class ClosedOver:
-    """The tensors that a function reads and that are no arguments, how it finds them, and what else
-    it names.
+    """The tensors that a function reads and that are not arguments, the places where it finds them,
+    and the other values that it names.
 
     Args:
         fn: the function.
-        tensors: what its traces read.
-        in_python: the values that it names, after its traces.
+        tensors: the tensors that its traces read.
+        in_python: the values that it names, as they were after its traces.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class ClosedOver:
         self._in_python = in_python
         self._tensors = tuple({id(x): x for x in tensors}.values())
         self.is_lasting = all(map(_lasts, self._tensors)) and in_python.num_values <= _MOST_VALUES
-        """Whether all of them can be the same ones at a later call, and a change would be noticed.
-        """
+        """Whether the traces may be used again: a later call can have the same tensors, and a
+        change would be noticed."""
         if not self.is_lasting:
             return
         self._outside = Outside(fn, self._tensors, thorough=True)
@@ -84,8 +84,7 @@ class ClosedOver:
         self.is_lasting = links is not None
 
     def has_changed(self) -> bool:
-        """Whether a name, or a place in an object, holds another value than it did; or a tensor
-        changed its form."""
+        """Whether a name or a place in an object has another value, or a tensor another form."""
         if self._outside.has_changed() or not all(link.holds() for link in self._links):
             return True
         if not self._in_python.is_unchanged() and any(
@@ -96,13 +95,13 @@ class ClosedOver:
 
 
 def _is_of_python(change: Change) -> bool:
-    """Whether a change is of something else than a tensor, whose places are compared by themselves."""
+    """Whether a change does not involve a tensor; the places of tensors are compared separately."""
     return not isinstance(change.before, Tensor) and not isinstance(change.after, Tensor)
 
 
 def _lasts(tensor: Tensor) -> bool:
-    """Whether a tensor may be there at a later call: it is neither inside a transform nor a result
-    of autograd."""
+    """Whether a later call may have the same tensor: it is neither wrapped by a transform nor a
+    result that autograd recorded."""
     return (
         type(tensor) in _PLAIN
         and not is_functorch_wrapped_tensor(tensor)
@@ -111,7 +110,7 @@ def _lasts(tensor: Tensor) -> bool:
 
 
 def _form(x: Tensor) -> tuple[Any, ...]:
-    """What a trace knows of a tensor."""
+    """The properties of a tensor that a trace depends on."""
     return x.shape, x.stride(), x.dtype, x.device, x.is_conj(), x.is_neg(), x.requires_grad
 
 
@@ -127,8 +126,7 @@ def wrapped_tensors(fn: Callable[..., Any]) -> list[Tensor]:
 
 
 def _links_to(tensors: Sequence[Tensor], roots: Sequence[Any]) -> list[_Link] | None:
-    """The places through which the tensors are found from some objects; None if one cannot be found
-    so."""
+    """The places through which the tensors are found from the roots; None if one is not found."""
     missing = {id(x) for x in tensors} - {id(root) for root in roots}
     links = dict[int, _Link]()
     search = _search(roots)
@@ -143,8 +141,8 @@ def _links_to(tensors: Sequence[Tensor], roots: Sequence[Any]) -> list[_Link] | 
 
 
 def _search(roots: Sequence[Any]) -> Iterator[tuple[_Link, tuple[_Link, ...]]]:
-    """The places where other objects are found from some objects, the nearest first, each object
-    once, and the way to each."""
+    """Search objects breadth first from the roots. Yield the place where each object is first
+    found, and the path of places to it, which ends with that place."""
     queue = deque[tuple[Any, tuple[_Link, ...]]]((root, ()) for root in roots)
     visited = {id(root) for root in roots}
     while queue and len(visited) < _MOST_OBJECTS:
@@ -190,7 +188,7 @@ def _item(holder: Any, key: Any) -> Any:
 
 
 def _attribute(holder: Any, name: str) -> Any:
-    """An attribute that is stored, and not computed."""
+    """A stored attribute, read without running `__getattr__` or a user's `__getattribute__`."""
     fields = getattr(holder, "__dict__", {})
     if name in fields:
         return fields[name]

@@ -1,4 +1,4 @@
-"""Traces of a function on each rank of a mesh: its operators, cut at the collectives, as a program
+"""Traces of a function on each rank of a mesh: its operators, cut at the collectives into a program
 of effects."""
 
 import contextlib
@@ -57,14 +57,13 @@ class Trace:
     Args:
         rank: the rank.
         graph: the operators.
-        outside: the tensors that it reads which are no arguments, by the name that its graph has
-            for each.
+        outside: the tensors that it reads and that are not arguments, by their names in the graph.
         closed_over: those of them that the function did not make.
         parts: the operators between two collectives, in order.
         collectives: the collective after each part but the last, with its node.
-        structure: of the result.
-        leaves: of the result: the node of a tensor, or a value that is no tensor.
-        last_uses: for each node, the values that no later one uses.
+        structure: the structure of the result.
+        leaves: the leaves of the result: for a tensor its node, else the value itself.
+        last_uses: for each node, the values that no later node uses.
         arguments: for each leaf of the result that is an argument, written in place or not, the
             argument's index among the tensors of the arguments.
         written: the indices of the arguments that are written in place.
@@ -107,24 +106,24 @@ def trace(
 ) -> Trace:
     """Trace a function on fake tensors, as one rank runs it.
 
-    The trace is the same in whatever surroundings the call is made: captures, transforms, modes,
-    hooks on saved tensors and autocast are those of the replay. Only the default device is kept,
-    since it decides what the function makes.
+    The trace is made without the captures, transforms, modes and hooks on saved tensors around the
+    call; those of the later run apply to its operators. Only the default device is kept, because it
+    decides where the function makes its tensors.
 
     Args:
-        fn, name: the function.
+        fn, name: the function, and its name in errors.
         mesh, rank: where it runs.
-        leaves, structure: the rank's arguments. Only shapes, strides, dtypes and devices of tensors
+        leaves, structure: the rank's arguments. Of tensors only shapes, strides, dtypes and devices
             are read.
-        grads: whether the trace will be differentiated. Then functions with derivatives stand for
+        grads: whether the trace will be differentiated. If so, functions with derivatives replace
             weft's operators.
         wrapped: the tensors that the function may read and that transforms around the call have
             wrapped.
 
     Raises:
-        CaptureError: the function reads the values of tensors, writes one in place that is no
-            argument, keeps one that it made, or draws random numbers, which would be others on each
-            number of ranks.
+        CaptureError: the function reads the values of tensors, writes a tensor in place that is not
+            an argument, keeps a tensor that it made, or draws random numbers, which would differ
+            with the number of ranks.
         DerivativeError: the trace will be differentiated, and the function keeps autograd from
             following a value; or it registers a hook on a tensor, which would not be part of the
             trace.
@@ -179,15 +178,14 @@ def trace(
             raise recorder.refuse_read(recorder.reads[0])
         result_leaves = tuple(map(recorder.in_graph, result))
         recorder.refuse_backward()
+    # Otherwise these fake tensors would be alive in `refuse_kept`, as if the function kept them.
     del arguments, result
-    with (
-        without_modes()
-    ):  # of a trace around this one, which would take these tensors for closed-over ones
+    with without_modes():  # an outer trace would take these tensors for closed-over ones
         return _finished(recorder, result_leaves, result_structure)
 
 
 def _finished(recorder: "Recorder", result_leaves: tuple[Any, ...], structure: TreeSpec) -> Trace:
-    """The trace that a recorder has recorded, of a function with these results."""
+    """The trace that a recorder has recorded; its function returned these results."""
     if recorder.cut is not None:
         problem = (
             f"{recorder.cut} under torch.no_grad(), or in an autograd.Function, on a value that has"
@@ -247,13 +245,13 @@ def _finished(recorder: "Recorder", result_leaves: tuple[Any, ...], structure: T
 class Recorder(DispatchMode):
     """Records the operators that a function calls on fake tensors.
 
-    A tensor that is no argument, and that the trace did not make, is closed over. It is read anew
-    in each run, as the object that the function named: so its derivatives, and the transforms that
-    wrap it, are those of the run.
+    A tensor that is neither an argument nor made by the trace is closed over. Each run reads it
+    anew, as the object that the function named, so its derivatives and the transforms that wrap it
+    are those of the run.
 
     Args:
-        name: of the function.
-        rank: that it runs on.
+        name: the name of the function.
+        rank: the rank that it runs on.
         grads: whether the trace will be differentiated.
         wrapped: as in `trace`.
     """
@@ -268,26 +266,26 @@ class Recorder(DispatchMode):
         self.outside = dict[str, Tensor]()
         self.closed_over = set[str]()
         self.cut: str | None = None
-        """The first operator where autograd would not follow a value, as the trace's operators
-        would."""
+        """The first operator at which autograd would not follow a value of the function, but would
+        follow it in the trace."""
         self._wrapped = {id(x): x for x in wrapped}
         self._has_fake_arguments = False
         self._nodes = dict[int, tuple[Tensor, Node]]()
         self._stand_ins = dict[int, tuple[Tensor, Tensor]]()
         self._leaves = list[Tensor]()
         self.reads = list[str]()
-        """The words of errors at reads of values. They end the trace though the function goes on
-        after one."""
+        """The messages of errors at reads of values. The trace fails even if the function catches
+        the error and goes on."""
         self._is_transformed = in_functorch_transform()
 
     def argument(self, like: Tensor) -> Tensor:
-        """A fake tensor for an argument."""
+        """The fake tensor that stands for an argument."""
         self._has_fake_arguments |= is_fake(like)
         return self._stand_in(like, self.graph.placeholder(f"argument_{len(self._nodes)}"))
 
     def inside(self, tensor: Tensor) -> Tensor:
-        """The tensor in the trace: itself if the trace made it, or a fake one for one that is
-        closed over."""
+        """The tensor as the trace has it: itself if the trace made it, else the fake tensor that
+        stands for a closed-over one."""
         if is_fake_of(tensor, self.fake):
             return tensor
         if id(tensor) not in self._stand_ins:
@@ -303,8 +301,8 @@ class Recorder(DispatchMode):
         return self._stand_ins[id(tensor)][1]
 
     def _refuse_fake(self, tensor: Tensor) -> None:
-        """Raise CaptureError for a tensor of an earlier trace, unless the call is one of fake
-        tensors itself."""
+        """Raise CaptureError for a tensor of an earlier trace, unless this call has fake arguments
+        itself."""
         if not self._has_fake_arguments:
             problem = (
                 f"a tensor {list(tensor.shape)} without values, which an earlier trace made and the"
@@ -315,8 +313,8 @@ class Recorder(DispatchMode):
             )
 
     def _refuse_inner(self, tensor: Tensor) -> None:
-        """Raise CaptureError for a tensor that a transform inside the function has wrapped, before
-        the trace saw it."""
+        """Raise CaptureError for a tensor that a transform inside the function wrapped before the
+        trace saw it."""
         if (
             id(tensor) in self._wrapped
             or not is_functorch_wrapped_tensor(tensor)
@@ -361,8 +359,8 @@ class Recorder(DispatchMode):
             )
 
     def refuse_backward(self) -> None:
-        """Raise DerivativeError if the function has added to the gradient of what it was given, or
-        closes over."""
+        """Raise DerivativeError if the function has added to the gradient of an argument or of a
+        closed-over tensor."""
         with without_modes():
             lost = next((leaf for leaf in self._leaves if leaf.grad is not None), None)
         if lost is not None:
@@ -399,8 +397,8 @@ class Recorder(DispatchMode):
             lambda x: self.inside(x) if isinstance(x, Tensor) else x, (args, kwargs)
         )
         if effect_of(func, args) is not None:
-            # The fake tensor of a constant has its value, and that of the sum over all ranks would
-            # be computed from it.
+            # The fake tensor of a constant carries its value, from which torch would compute a
+            # value for the sum over all ranks. A blank tensor has none.
             result = func(_blank(args[0]), *args[1:], **kwargs)
         else:
             result = func(*args, **kwargs)
@@ -413,8 +411,9 @@ class Recorder(DispatchMode):
         return result
 
     def _refuse_own_rule(self) -> None:
-        """Raise DerivativeError for an operator in an autograd.Function, if a transform of
-        torch.func around the call would take the Function's own rule in its place."""
+        """Raise DerivativeError for an operator in an autograd.Function if a transform of
+        torch.func is around the call: the transform would use the Function's own rule, which a
+        trace loses."""
         if not self._is_transformed or torch.is_grad_enabled():
             return
         kind = custom_function("weft.transforms.shards.shard")
@@ -428,6 +427,7 @@ class Recorder(DispatchMode):
             )
 
     def _look_for_a_cut(self, func: Any, arguments: Any, result: Any) -> None:
+        """Note an operator without grad mode that computes from a value which requires grad."""
         if not self.grads or self.cut is not None or torch.is_grad_enabled():
             return
         if func.namespace == "weft" or func in (
@@ -450,9 +450,9 @@ class Recorder(DispatchMode):
         return self.graph.get_attr(target)
 
     def _stand_in(self, like: Tensor, node: Node) -> Tensor:
-        """A fake tensor of the same shape, strides, dtype, device, and conjugate and negative bit,
-        which autograd follows if it follows the tensor: as a leaf that no operator may write, or as
-        a result."""
+        """A fake tensor of the same shape, strides, dtype, device, and conjugate and negative bit.
+        If autograd follows the tensor, it follows the fake tensor: as a leaf, which no operator may
+        write in place, or as a result."""
         with without_modes(), torch.inference_mode(False), torch.enable_grad(), self.fake:
             fake = _blank(like)
             if may_be_differentiated(like) and has_derivatives(fake):
@@ -465,15 +465,15 @@ class Recorder(DispatchMode):
         return fake
 
     def _note(self, tensor: Tensor, node: Node) -> None:
-        """Remember which node made a tensor. Its metadata are kept as they are now: an operator may
-        change them."""
+        """Remember which node made a tensor. A detached alias keeps its present metadata, because a
+        later operator may change them."""
         self._nodes[id(tensor)] = (tensor, node)
         with without_modes(), self.fake:
             node.meta["val"] = tensor.detach()
 
     def _find_copy(self, fake: Tensor) -> None:
-        """Find the node of a copy that torch made without an operator: the last tensor with the
-        same memory."""
+        """Find the node of a tensor object that torch made without an operator: the node of the
+        last tensor with the same memory."""
         for tensor, node in reversed(self._nodes.values()):
             if storage_id(tensor) == storage_id(fake) and layout_of(tensor) == layout_of(fake):
                 self._nodes[id(fake)] = (fake, node)
@@ -482,12 +482,13 @@ class Recorder(DispatchMode):
         raise CaptureError(self.call, problem, "an operator of torch, or an argument")
 
     def refuse_read(self, why: str) -> CaptureError:
-        """The error for a read of values, by the words of torch's."""
+        """The error for a read of values; `why` is the message of torch's error."""
         problem = f"rank {self.rank} reads the values of a tensor: {why.splitlines()[0]:.160}"
         return CaptureError(self.call, problem, "torch.where, or a Python argument")
 
     def in_graph(self, value: Any) -> Any:
-        """The node of a tensor; any other value as it is, unless it depends on a tensor's."""
+        """The node of a tensor; any other value itself, unless it depends on the values of a
+        tensor."""
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             problem = (
                 f"rank {self.rank} reads the values of a tensor, on which the number {value}"
@@ -524,16 +525,16 @@ def _blank(like: Tensor) -> Tensor:
 
 
 def _is_part_of_a_trace(func: Any, result: Any) -> bool:
-    """Whether an operator makes or writes a tensor. Others answer questions about one: its device,
-    its size."""
+    """Whether an operator makes or writes a tensor. Other operators only answer questions about a
+    tensor, such as its device or size."""
     makes = any(isinstance(leaf, Tensor) for leaf in tree_leaves(result))
     schema = schema_of(func)
     return makes or schema is None or schema.is_mutable or not schema.returns
 
 
 def _erase_shapes_alone(graph: Graph, results: Set[Node]) -> None:
-    """Erase operators on the device `meta` that compute nothing for the results: torch has called
-    them for the shapes of tangents."""
+    """Erase operators on the device `meta` that compute nothing for the results: torch called them
+    only for the shapes of tangents."""
     for node in reversed(graph.nodes):
         if node.op != "call_function" or node.users or node in results:
             continue
@@ -546,9 +547,9 @@ def _erase_shapes_alone(graph: Graph, results: Set[Node]) -> None:
 
 
 def _separate_elements(graph: Graph) -> None:
-    """Give each element of a tangent memory of its own. In a trace torch makes a tangent like zeros
-    that it has expanded from one element, where otherwise it makes it like zeros without memory;
-    and then writes to it."""
+    """Give each element of a tangent its own memory. Torch makes a tangent like its zeros, and then
+    writes to it. Outside a trace these zeros have no memory; in a trace they are expanded from one
+    element, so that all elements of the tangent would share memory."""
     for node in graph.find_nodes(op="call_function", target=ZEROS_OF_A_TANGENT):
         value = node.meta["val"]
         if any(
@@ -574,13 +575,13 @@ def _draws(node: Node) -> bool:
 
 _CLASS: Any = Tensor
 _HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
-# Attributes that a stand-in does not have as the tensor that is closed over has them.
+# Attributes in which a stand-in differs from the closed-over tensor: they are read of the latter.
 _OF_THE_OBJECT = (_CLASS.grad.__get__, _CLASS.requires_grad.__get__, _CLASS.is_leaf.__get__)
-# What gives the values of a tensor, in place of which a trace has symbols.
+# Functions that return the values of a tensor; a trace has symbols instead.
 _READS = (Tensor.item, Tensor.tolist)
-# What turns the values of a tensor into text.
+# Functions that turn the values of a tensor into text.
 _SHOWS = (Tensor.__repr__, Tensor.__format__)
-# Writes of attributes, which no operator makes.
+# Writes of attributes: no operator makes them, so a trace would lose them.
 _LOST = {_CLASS.data.__set__: "data", _CLASS.grad.__set__: "grad"}
 
 
@@ -588,9 +589,10 @@ def _data_of(x: Tensor) -> Tensor:
     return x.data
 
 
-# What reaches no operator, and so is recorded here. Under nested transforms of torch.func each of
-# these drops the derivatives of the innermost one, where `detach` drops all. So a run calls it in
-# its own transforms, and on a tensor that one inside the function has wrapped, nothing is recorded.
+# Functions that reach no operator, and so are recorded here. Under nested transforms of torch.func
+# each of these drops only the derivatives of the innermost transform, where `detach` drops all. So
+# a run must call the function itself, under its own transforms. If a transform inside the function
+# has wrapped the tensor, nothing is recorded.
 _OF_ONE_LEVEL: dict[Any, Callable[..., Any]] = {
     _CLASS.data.__get__: _data_of,
     Tensor.detach_: torch.ops.aten.detach_.default,
@@ -598,14 +600,13 @@ _OF_ONE_LEVEL: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.detach_: torch.ops.aten.detach_.default,
     torch.ops.aten.detach_.default: (
         torch.ops.aten.detach_.default
-    ),  # of the trace of a shard inside
+    ),  # called by the trace of an inner shard
 }
 
 
 class _Calls(FunctionMode):
-    """Sees the functions of torch as they are called, above autograd and torch.func: gives them
-    what stands for tensors that are closed over, records what reaches no operator, and refuses
-    hooks."""
+    """Sees calls of torch's functions above autograd and torch.func: replaces closed-over tensors
+    by their stand-ins, records functions that reach no operator, and refuses hooks."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -644,7 +645,7 @@ class _Calls(FunctionMode):
             result = func(*args, **kwargs)
         except Exception as error:
             if reads_values(error):
-                # And not the error, whose frames hold the recorder
+                # Keep only the text: the error's frames hold this recorder, which would be a cycle.
                 self.recorder.reads.append(str(error))
             raise
         if func in _READS:
@@ -655,7 +656,7 @@ class _Calls(FunctionMode):
 
 
 def _cut(graph: Graph) -> tuple[tuple[tuple[Node, ...], ...], tuple[tuple[Node, Collective], ...]]:
-    """The operators between two collectives, and the collectives."""
+    """The operators between collectives, and the collectives with their nodes."""
     parts = [list[Node]()]
     collectives = list[tuple[Node, Collective]]()
     for node in graph.nodes:
@@ -673,13 +674,13 @@ def _cut(graph: Graph) -> tuple[tuple[tuple[Node, ...], ...], tuple[tuple[Node, 
     return tuple(map(tuple, parts)), tuple(collectives)
 
 
-# Operators after which a value has no gradient. What they return is not the argument.
+# Operators that cut a value's gradient, so that their result does not count as the argument.
 _DETACHED = (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
 
 
 def _origin(node: Node) -> Node:
-    """The node that first made a tensor: not an operator that wrote it in place, or that returned
-    all of it as it is."""
+    """The node that first made a tensor, not a later one that wrote it in place or returned it
+    unchanged."""
     schema = schema_of(node.target)
     if (
         node.target in _DETACHED
@@ -705,7 +706,7 @@ def _layout(node: Node) -> tuple[Any, ...]:
 
 
 def layout_of(value: Tensor) -> tuple[Any, ...]:
-    """Where a tensor lies in its memory, and how its elements are read."""
+    """Where a tensor lies in its storage, and how its elements are read."""
     return (
         tuple(value.shape),
         value.stride(),
@@ -746,15 +747,15 @@ def written_by(node: Node) -> Iterator[int]:
 
 
 def _allow_other_strides(graph: Graph, written: set[int]) -> None:
-    """Turn views into `reshape`, where nothing writes to them: under `vmap` the tensors may have
-    strides that allow no view. On the strides of the trace `reshape` makes the same view."""
+    """Turn views that nothing writes to into `reshape`: under `vmap` the tensors may have strides
+    that allow no view. With the strides of the trace, `reshape` returns the same view."""
     for node in graph.nodes:
         if node.target in VIEWS and storage_of(node) not in written:
             node.target = torch.ops.aten.reshape.default
 
 
 def _last_uses(graph: Graph, results: Sequence[Any]) -> dict[Node, list[Node]]:
-    """For each node, the values that no later one uses, and that are no result."""
+    """For each node, the values that no later node uses and that are not results."""
     last_uses = dict[Node, list[Node]]()
     live = {leaf for leaf in results if isinstance(leaf, Node)}
     for node in reversed(graph.nodes):

@@ -1,10 +1,10 @@
-"""Value numbers: which values of several ranks are equal by their traces, whatever the arguments
-hold.
+"""Value numbers: which values of several ranks are equal by their traces, whatever values the
+arguments have.
 
-As in a compiler, two values have one number if the same operator computes them from values with the
-same numbers. Here the values are those of all ranks. A collective gives values of several ranks to
-one: the sum over all ranks has one number on each of them. An operator that writes in place gives
-its memory a new number.
+As in a compiler, two values have the same number if the same operator computes them from values
+with the same numbers. Here the values are those of all ranks. A collective combines the values of
+several ranks: the sum over all ranks has the same number on each of them. An operator that writes
+in place gives its memory a new number.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -33,10 +33,10 @@ class _Numbers:
         self._numbers = dict[Hashable, int]()
 
     def of(self, *expression: Hashable) -> int:
-        """The number of an expression, which is a new one for an expression that has none."""
+        """The number of an expression; a new number if the expression is new."""
         try:
             return self._numbers.setdefault(expression, len(self._numbers))
-        except TypeError:  # it cannot be compared with others
+        except TypeError:  # unhashable, so it cannot be compared: a number that nothing else has
             return self.of(object())
 
 
@@ -45,11 +45,11 @@ class _Rank:
     """The numbers of one rank's values.
 
     Args:
-        trace: of the rank.
-        numbers: those of all ranks.
+        trace: the trace of the rank.
+        numbers: the numbers of all ranks' expressions.
         computed: the number that each node's value had when it was computed.
-        memory: for the storages that have been written in place, the number of what they hold.
-        done: how many parts it has run.
+        memory: for each storage that has been written in place, the number of its contents.
+        done: the number of parts that it has run.
     """
 
     trace: Trace
@@ -105,18 +105,19 @@ class _Rank:
         return self.numbers.of("read", self.computed[node], written)
 
     def offered(self) -> int:
-        """The number of what this rank brings to the collective after the parts that it has run."""
+        """The number of the value that this rank contributes to the collective after the last part
+        that it ran."""
         node, _ = self.trace.collectives[self.done - 1]
         return self.now(node.all_input_nodes[0])
 
     def take(self, number: int) -> None:
-        """Go on with the number of the result of that collective."""
+        """Receive the number of the result of that collective."""
         node, _ = self.trace.collectives[self.done - 1]
         self.computed[node] = number
 
     def offered_parts(self, effect: Collective) -> list[int] | None:
-        """The numbers of the parts of what this rank brings to an exchange, one for each rank of
-        it, where it has been joined of them; else None."""
+        """If the value that this rank contributes is a concatenation of one part for each rank of
+        an `all_to_all`, the numbers of these parts; else None."""
         if not isinstance(effect, AllToAll):
             return None
         node, _ = self.trace.collectives[self.done - 1]
@@ -157,10 +158,10 @@ def result_numbers(
     """For each rank, the numbers of the leaves of its result.
 
     Args:
-        traces: of all ranks.
-        order: of their effects, which their programs allow.
-        arguments: for each rank and tensor of its arguments, what tells its values from those of
-            other arguments and parts.
+        traces: the traces of all ranks.
+        order: an order of their effects that their programs allow.
+        arguments: for each rank and tensor of its arguments, a key that only tensors with the same
+            values share.
     """
     numbers = _Numbers()
     ranks = []
@@ -190,7 +191,7 @@ def _combined(
                 source = effect.source_of(place)
                 sent = "zeros" if source is None else every[source]
                 yield numbers.of(effect.verb, str(effect.schema), sent)
-            case _ if None not in parts:  # an exchange, in which several ranks may be sent the same
+            case _ if None not in parts:  # all_to_all, where ranks may be sent the same parts
                 yield numbers.of(
                     effect.verb, "parts", *(part[place] for part in parts if part is not None)
                 )

@@ -32,16 +32,16 @@ class Recording(Protocol):
 
     @property
     def driver_bytes(self) -> int:
-        """The bytes that the device's driver took for the graphs themselves. It keeps the memory of
-        a dropped graph for a later one, which then counts fewer."""
+        """The bytes that the device's driver took for the graphs themselves. The driver reuses the
+        memory of a dropped graph, so a later graph counts fewer bytes."""
 
     def replay(self) -> None:
         """Run the recorded operators again on the current contents of the input buffers."""
 
 
 class Backend(Protocol):
-    """Records a function of no arguments, whose inputs are fixed buffers, as a recording that
-    replays."""
+    """Records a function without arguments, whose inputs are fixed buffers, as a recording that can
+    be replayed."""
 
     @property
     def name(self) -> str:
@@ -61,7 +61,7 @@ class Backend(Protocol):
         for the last replay, if that ran on another stream. None if the device has no streams."""
 
     def allocating(self) -> AbstractContextManager[None]:
-        """Context in which to allocate what replays read or write and what outlives the call: input
+        """Context in which to allocate memory that replays use or that outlives the call: input
         buffers, padding sources, tables of copies. On a GPU it is on the back end's own stream, so
         that no other stream gets the memory of a dropped graph while a replay still uses it."""
 
@@ -82,8 +82,8 @@ class Backend(Protocol):
         """
 
     def release_output_memory(self, recording: Any, allocated: Set[int], /) -> Any:
-        """Free the memory of a recording's outputs for later captures; for results that are copied
-        before anything else replays.
+        """Make the memory of a recording's outputs available to later captures. Call it only if
+        results are copied before anything else replays.
 
         Args:
             recording: a recording of this back end.
@@ -108,7 +108,7 @@ def no_backend(name: Any) -> DeviceError:
 
 def make_backend(name: str | None, tensors: Iterable[Tensor]) -> Backend:
     """Make the back end `name`; None stands for `cuda` if any of the tensors is on a CUDA device,
-    and for `tape` if not."""
+    else for `tape`."""
     from weft.transforms.graphs.backends.cuda import CudaBackend
     from weft.transforms.graphs.backends.tape import TapeBackend
 

@@ -1,6 +1,6 @@
 """`Audit` refuses operations that a replay cannot repeat: host reads, shapes that depend on data,
-writes to tensors that the function does not own. It watches one run, and its errors name the user's
-line."""
+writes to tensors that the function does not own. It watches the runs of one capture, and its errors
+name the user's line."""
 
 import contextlib
 import functools
@@ -55,8 +55,8 @@ class Inputs:
     """The leaves that a function starts from.
 
     Args:
-        leaves: the caller's own tensors, captured by reference, of which the donated ones come
-            first; then the input buffers. Values that are not tensors are among them.
+        leaves: the caller's own tensors, captured by reference, donated ones first; then the input
+            buffers. Values that are not tensors are included.
         labels: makes the names of the leaves, for errors.
         num_donated: the number of donated leaves, whose storage the function may write.
         num_references: the number of leaves by reference, which a recording need not keep alive.
@@ -81,25 +81,26 @@ def _is_in(storages: Set[int], tensor: Tensor) -> bool:
 
 
 class Audit(OperatorWatch):
-    """A watch that allows operations that a replay can repeat, and refuses all others. It collects
-    the tensors from outside, which a recording must keep alive (`external`), and the names of
-    operators (`called`), and it watches random generators.
+    """A watch that allows operations that a replay can repeat, and refuses all others. It also
+    collects the tensors from outside, which a recording must keep alive (`external`), and the names
+    of operators (`called`), and it watches random generators.
 
     A run is a rehearsal unless `restart()` was called before it; then it is the recorded run.
 
     Args:
         call: the call in error messages, as the user writes it.
         inputs: the tensors that the function starts from.
-        rewind: restores the tensors that the function wrote.
+        rewind: restores the donated tensors, which the function may have written.
         collectives: whether operations of torch.distributed are allowed.
         on_device: the GPU that replays the function, or None on the CPU. On a GPU no tensor on the
             CPU may be read.
 
     Attributes:
-        read_earlier: what earlier captures read from outside, to which the recorded run adds.
-        has_unknown: whether the recorded run, which followed no rehearsal, read tensors that may be
-            older than it, or may be another thread's results: one that follows a rehearsal shows
-            which.
+        read_earlier: the tensors that earlier captures read from outside; the recorded run adds its
+            own.
+        has_unknown: whether a recorded run without a rehearsal read tensors that may be older than
+            the run, or may be another thread's results. A recorded run after a rehearsal can tell
+            them apart.
     """
 
     def __init__(
@@ -148,8 +149,8 @@ class Audit(OperatorWatch):
         self._failed = ""
         self._callers_own = {id(x): i for i, x in enumerate(inputs.leaves[: inputs.num_donated])}
         generators = [x for x in inputs.leaves if isinstance(x, torch.Generator)]
-        # None of these knows the audit, which holds the caller's tensors: it goes as soon as the
-        # capture is done.
+        # None of these refers to the audit, which holds the caller's tensors: without a reference
+        # cycle it is freed as soon as the capture is done.
         self.random = Randomness(refusals.refuse, on_device, generators)
         self._gathers = Gathers(refusals.refuse, self._constants)
         self.steps = Steps(self.random, self._constants, self._gathers, refusals.refuse, on_device)
@@ -195,8 +196,8 @@ class Audit(OperatorWatch):
             self.read_earlier.update(self.external)
 
     def refuse(self, fault: str, instead: str, error: BaseException | None = None) -> CaptureError:
-        """The error for something that a replay cannot repeat; it ends the run, whatever the
-        function makes of it."""
+        """The error for something that a replay cannot repeat. It ends the run even if the function
+        catches it."""
         return self._refusals.refuse(fault, instead, error)
 
     @uncompiled
@@ -251,12 +252,12 @@ class Audit(OperatorWatch):
     def _note_constants(
         self, func: Any, args: tuple[Any, ...], inputs: Set[int], result: Any, in_place: set[int]
     ) -> None:
-        """Note which tensors on the CPU are the same at each call, because they come from Python
-        numbers alone."""
+        """Note which tensors on the CPU are the same at each call, because they are made from
+        Python numbers alone."""
         if func._schema.name == "aten::_pack_padded_sequence" and self._constants.contains_all(
             [storage_id(args[1])]
         ):
-            # The batch sizes, which are those of the lengths
+            # The batch sizes depend on nothing but the lengths.
             self._constants.add(storage_id(result[1]))
             return
         are_constant = self._constants.contains_all(inputs) and not may_draw(func)
@@ -267,9 +268,9 @@ class Audit(OperatorWatch):
         )
 
     def _is_from_outside(self, storage: int, sources: Set[int]) -> bool:
-        """Whether a result lies in one of these storages, which an operator took as they are
-        (`set_`, by which the methods of storages read and write), and that is an argument's, or a
-        tensor's from outside."""
+        """Whether a result lies in a storage of `sources` that belongs to an argument or to a
+        tensor from outside. `sources` are storages passed to an operator as such: to `set_`, by
+        which the methods of storages read and write."""
         return storage in sources and any(
             storage in x for x in (self._buffers, self.by_reference, self.external)
         )
@@ -284,9 +285,10 @@ class Audit(OperatorWatch):
                 self._gradients.append((tensor, tensor.grad))
 
     def _refuse_unseen(self, storage: int, tensor: Tensor) -> None:
-        """Raise CaptureError for a tensor that is new in each run, and that no operator of the run
-        made: another thread, whose operators no replay repeats. Without a rehearsal that cannot be
-        told yet."""
+        """Raise CaptureError for a tensor that is new in each run but was made by no operator of
+        the
+        run: another thread made it, and no replay repeats that thread's operators. Without a
+        rehearsal this cannot be told yet (`has_unknown`)."""
         if not self._is_recorded or storage in self.external:
             return
         if self._host_reads.fills or not _may_be_a_result(tensor):
@@ -306,7 +308,8 @@ class Audit(OperatorWatch):
             self.has_unknown = True
 
     def _note_returned(self) -> None:
-        """Note tensors from outside that the function returned, perhaps without an operator."""
+        """Note tensors from outside that the function returned, perhaps without calling an operator
+        on them."""
         inside = self.owned_storages | self._buffers | self.by_reference
         references = self._inputs.returned
         tensors = {
@@ -321,7 +324,7 @@ class Audit(OperatorWatch):
                 self.external.setdefault(storage, tensor)
 
     def restore_gradients(self) -> None:
-        """Undo what a refused `backward()` has done to tensors from outside."""
+        """Undo the changes of a refused `backward()` to the gradients of tensors from outside."""
         for tensor, gradient in self._gradients:
             if tensor.grad is not gradient:
                 tensor.grad = gradient
@@ -399,13 +402,13 @@ class Audit(OperatorWatch):
                 raise self.refuse(fault, instead)
 
     def _are_constants(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the function made these tensors on the CPU, and from nothing that a later call
-        may change: such as the lengths of sequences, given as a list."""
+        """Whether the function made these tensors on the CPU from nothing that a later call may
+        change, such as sequence lengths written as a list."""
         return bool(tensors) and all(self._constants.read(storage_id(t)) for t in tensors)
 
     def _refuse_unaliased(self, tensor: Tensor) -> None:
-        """Raise CaptureError for a donated tensor, or a view of it, that came from a closure and
-        not as the argument."""
+        """Raise CaptureError for a donated tensor, or a view of one, that the function got from a
+        closure and not as the argument."""
         if tensor._base is None:
             owner = tensor
         else:
@@ -420,7 +423,7 @@ class Audit(OperatorWatch):
             raise self.refuse(fault, f"use the argument {name}, or do not donate it")
 
     def _name(self, storage: int) -> str:
-        """The name of the argument in a storage."""
+        """The name of the argument that lies in a storage."""
         index = self._named.get(storage)
         if index is None:
             return "a tensor from outside it"
@@ -438,11 +441,11 @@ class Audit(OperatorWatch):
         """Run the function before its capture, so that kernels compile and libraries create their
         workspaces.
 
-        Some libraries refuse to do so while `torch.cuda.is_current_stream_capturing()`; other code
-        reads tensors on the host while it is False. So the first run is a plain one, and if the
-        audit refuses it, a second one runs as in a capture.
+        Some libraries refuse to do so while `torch.cuda.is_current_stream_capturing()` is True;
+        other code reads tensors on the host while it is False. So the first run is a plain one. If
+        the audit refuses it, a second run signals a capture.
         """
-        if self._is_recorded:  # a run that must be recorded once more
+        if self._is_recorded:  # the last run was recorded, and another rehearsal is needed
             self._undo()
             self._is_recorded = False
         self.random.rehearse()
@@ -456,10 +459,10 @@ class Audit(OperatorWatch):
             with signal_capture():
                 outputs = self._run(fn)
         returned = [x for x in outputs if isinstance(x, Tensor)]
-        del outputs  # with objects that hold other tensors
+        del outputs  # outputs that are no tensors may hold tensors
         results = self._results
-        # The recorded run does not show what only the first one keeps. What depends on no argument
-        # may be cached.
+        # The recorded run does not show a tensor that only the first run keeps. A tensor that
+        # depends on no argument may be kept in a cache.
         self.refuse_leaks(returned, self._dependent | self._buffers)
         del returned
         cached = [tensor for reference in results if (tensor := reference()) is not None]
@@ -496,7 +499,7 @@ class Audit(OperatorWatch):
 
     @property
     def without_gradient(self) -> list[Tensor]:
-        """The tensors from outside that the function has asked for a gradient, and that had none."""
+        """The tensors from outside whose `grad` the function read and found None."""
         return [*{id(x): x for x in self._host_reads.without_gradient}.values()]
 
     def consults_switches(self) -> bool:
@@ -506,12 +509,12 @@ class Audit(OperatorWatch):
 
     def refuse_leaks(self, outputs: Any, forbidden: Set[int] | None = None) -> None:
         """Raise CaptureError if a tensor that the function made is alive outside its outputs: a
-        replay would overwrite it, or not make it. The same holds for input buffers.
+        replay would overwrite it, or not make it. The same holds for tensors in input buffers.
 
         Args:
-            outputs: what the function returned.
-            forbidden: the storages that may not be kept; None: the input buffers, and all that the
-                function made.
+            outputs: the leaves that the function returned.
+            forbidden: the storages that may not be kept; None: the input buffers and all storages
+                that the function made.
         """
         returned = [t for t in outputs if isinstance(t, Tensor)]
         overwritten = self.owned_storages | self._buffers if forbidden is None else forbidden
@@ -530,9 +533,9 @@ class Audit(OperatorWatch):
             raise CaptureError(self.call, problem, instead)
 
     def refuse_kept_results(self) -> None:
-        """Raise CaptureError if a tensor that the function made is alive, now that the objects
-        which it returned are gone: it keeps one of them, or a view of one, and no replay would make
-        that anew."""
+        """Raise CaptureError if a tensor that the function made is still alive. The tensors that it
+        returned have been replaced by new objects, so the function keeps one of them, or a view of
+        one; a replay would not renew what it keeps."""
         if self._alive_results():
             gc.collect()
         if kept := self._alive_results():
@@ -549,8 +552,8 @@ class Audit(OperatorWatch):
         self._results = []
 
     def _alive_results(self) -> list[Tensor]:
-        """The tensors that operators made in the run and that are alive, but for those in memory
-        that it may write."""
+        """The tensors that operators of the run made and that are alive, except those in donated
+        memory."""
         results = [tensor for reference in self._results if (tensor := reference()) is not None]
         storages = self.owned_storages - self.writable
         return [
@@ -589,20 +592,20 @@ class Audit(OperatorWatch):
 
 
 def _may_be_a_result(tensor: Tensor) -> bool:
-    """Whether an operator may have made a tensor: it does not lie in memory of others (numpy, a
-    file, a buffer)."""
+    """Whether an operator may have made a tensor, because its memory does not belong to something
+    else (numpy, a file, a buffer), which would make its storage not resizable."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         return True
     return tensor.untyped_storage().resizable()
 
 
 def _shown(tensor: Tensor) -> str:
-    """The dtype and the shape."""
+    """The dtype and the shape of a tensor, as text."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def _dense_bytes(buffer: Tensor) -> int:
-    """The number of leading bytes of the storage that hold elements of the buffer and nothing else."""
+    """The number of leading bytes of the storage that hold only elements of the buffer."""
     fills = buffer.nbytes == buffer.untyped_storage().nbytes()
     if fills or (buffer.is_contiguous() and buffer.storage_offset() == 0):
         return buffer.nbytes
@@ -611,8 +614,8 @@ def _dense_bytes(buffer: Tensor) -> int:
 
 @contextlib.contextmanager
 def _without_cached_casts() -> Iterator[None]:
-    """Context without autocast's cache: the cast of a weight, cached earlier, would be a constant
-    in the graph."""
+    """Context without autocast's cache: a cast of a weight that was cached earlier would be a
+    constant in the graph, and would miss later updates of the weight."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     torch.clear_autocast_cache()

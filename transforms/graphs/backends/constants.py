@@ -1,5 +1,6 @@
-"""`Constants`: the tensors on the CPU that are the same at each call, since a function makes them
-from Python numbers alone. The function may read them on the host: a replay would read the same.
+"""`Constants`: the tensors on the CPU that are the same at each call, because a function makes them
+from Python numbers alone. The function may read them on the host: a replay would read the same
+values.
 """
 
 from collections.abc import Iterable
@@ -12,9 +13,9 @@ class _Step:
     """A step of a loop, which a replay repeats.
 
     Args:
-        outside: the constants from before it.
-        read: those whose values the host has read.
-        changed: those that it has written, so that the next step finds other values.
+        outside: the constants from before the step.
+        read: those of them whose values the host has read in the step.
+        changed: those of them that the step has written, so that the next step finds other values.
     """
 
     outside: set[int]
@@ -25,8 +26,8 @@ class _Step:
 class Constants:
     """The storages of constants in one run, as `storage_id` gives them.
 
-    What a step of a loop writes, a later step finds with another value. So it is no constant,
-    though it is computed from constants alone: the counter of a loop is.
+    A tensor from before a loop that a step writes has another value in the next step. So it is no
+    constant, even if it is computed from constants alone, as the counter of a loop is.
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,7 @@ class Constants:
         return self._storages.issuperset(storages)
 
     def read(self, storage: int) -> bool:
-        """Whether the host may read this storage. If so, it does."""
+        """Whether the host may read this storage; if so, note that it does."""
         if storage not in self._storages:
             return False
         for step in self._steps:
@@ -57,10 +58,10 @@ class Constants:
         return True
 
     def note(self, new: set[int], written: set[int], *, are_constant: bool) -> None:
-        """Note the storages that an operator made, and those that it wrote in place, and whether it
-        computed them from constants alone."""
+        """Note the storages that an operator made or wrote in place, and whether it computed them
+        from constants alone."""
         for step in self._steps:
-            step.outside -= new  # an earlier one with the same number is gone
+            step.outside -= new  # a freed storage may have had the same number
             step.changed |= written & step.outside
         if are_constant:
             self._storages |= new | written
@@ -75,6 +76,6 @@ class Constants:
         self._steps.append(_Step(set(self._storages)))
 
     def end_step(self) -> bool:
-        """End the step; whether the host has read in it what it then changed."""
+        """End the step, and return whether it changed a constant that the host read in it."""
         step = self._steps.pop()
         return not step.read.isdisjoint(step.changed)

@@ -1,8 +1,8 @@
 """The GPU back end: `torch.cuda.CUDAGraph`, with one memory pool for all captures of one graphified
 function.
 
-A capture is a whole graph, or pieces: the capture is interrupted at each split operator, which runs
-eagerly at every replay, between the graph before it and the graph after it.
+A capture is one graph or several pieces: it is interrupted at each split operator, which every
+replay runs eagerly between the graph before it and the graph after it.
 """
 
 import contextlib
@@ -101,12 +101,12 @@ def _replay_pieces(pieces: list[tuple[SplitCall | None, Callable[[], None]]]) ->
 
 
 class CudaBackend:
-    """Captures on a stream of its own; the first capture follows an eager warm-up there, in which
+    """Captures on its own stream. The first capture follows an eager warm-up there, in which
     kernels compile and libraries create their workspaces.
 
-    Memory that replays use is allocated on that stream too. The allocator gives freed memory to
-    later work of the stream on which it was allocated, and this stream does no work before it has
-    waited for the last replay.
+    Memory that replays use is allocated on that stream too. The allocator reuses freed memory for
+    later work on the stream that allocated it, and this stream does no work before it has waited
+    for the last replay.
 
     The outputs of a capture stay referenced, so that no later capture in the pool reuses their
     memory, unless they are copied after every replay (`release_output_memory`).
@@ -127,8 +127,8 @@ class CudaBackend:
         self._last_stream = self.stream.cuda_stream
 
     def wait_for_last_replay(self) -> None:
-        """Make the current stream wait for that of the last replay, because replays share buffers
-        and a pool."""
+        """Make the current stream wait for the stream of the last replay, because replays share
+        buffers and a pool."""
         if (current := self._stream_id()) != self._last_stream:
             self._wait_for(current)
 
@@ -138,8 +138,8 @@ class CudaBackend:
         self._last_stream = current
 
     def __del__(self) -> None:
-        """Make the stream wait once more: torch may give it, and the memory freed there, to
-        somebody else."""
+        """Make the stream wait once more: torch may hand the stream, and the memory freed there, to
+        another user."""
         with contextlib.suppress(Exception):  # torch may be gone when the interpreter ends
             self.stream.wait_stream(torch.cuda.ExternalStream(self._last_stream, self.device))
 
@@ -178,8 +178,8 @@ class CudaBackend:
                 recording = self._record(fn, audit, split_at)
                 if not audit.has_unknown:
                     return recording
-                # The allocator forgets a pool that no graph uses, and these graphs may be the
-                # first.
+                # Keep these graphs until the next recording: they may be the pool's only ones, and
+                # the allocator drops a pool that no graph uses.
                 pool_user = recording.pieces
                 nbytes = recording.nbytes
                 del recording
@@ -254,8 +254,8 @@ class CudaBackend:
 
 
 def _has_memory_on(device: torch.device, x: Any) -> bool:
-    """Whether `x` is a tensor with one address on the device, and all that torch can say of an
-    alias of it."""
+    """Whether `x` is a tensor with one address on the device, and of a kind that an alias can fully
+    describe: not sparse, not quantized, not a zero tensor."""
     if not isinstance(x, Tensor) or x.device != device:
         return False
     return not (is_sparse(x) or x.is_quantized or x._is_zerotensor())
@@ -263,7 +263,7 @@ def _has_memory_on(device: torch.device, x: Any) -> bool:
 
 @contextlib.contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Context without garbage collection, which could destroy another graph: CUDA forbids that in a
+    """Context without garbage collection, which could destroy another graph; CUDA forbids that in a
     capturing thread."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -275,7 +275,7 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 class _Session(OperatorWatch):
-    """One capture, which ends one graph before each split operator and begins the next one after
+    """One capture. It ends a graph before each split operator and begins the next graph after
     it."""
 
     def __init__(
@@ -310,7 +310,7 @@ class _Session(OperatorWatch):
         result = self.pass_on(func, args, kwargs)
         with torch.inference_mode(
             False
-        ):  # replays run outside it, where its tensors cannot be written
+        ):  # replays may run outside inference mode, where inference tensors cannot be written
             call = tree_map(lambda x: unowned(x) if isinstance(x, Tensor) else x, (args, kwargs))
         self._begin()
         # Allocated in the pool, so that a later piece may reuse the memory once the function has
@@ -362,10 +362,10 @@ class _Session(OperatorWatch):
             raise
 
     def _release_generators(self) -> None:
-        """End the capture of the generators' states, by a capture that is empty and does not fail:
-        the failed one left them so that no operator outside a capture can draw from them any more.
-        """
+        """End the capture of the generators' states by an empty capture that succeeds. The failed
+        capture left the generators in a state in which no operator outside a capture can draw from
+        them."""
         self.pool = torch.cuda.graph_pool_handle()
-        with contextlib.suppress(RuntimeError):  # after an error that ends the use of the device
+        with contextlib.suppress(RuntimeError):  # if the device is unusable after the error
             self._begin()
             self._end_graph()

@@ -1,5 +1,5 @@
-"""`HostReads` refuses reads of tensors on the host that never reach the dispatcher, by the Python
-functions that make them; `refusal` is the error, with the user's line."""
+"""`HostReads` refuses host reads of tensors that never reach the dispatcher; it recognizes the
+Python functions that make them. `refusal` makes the error, with the user's line."""
 
 import linecache
 import sys
@@ -23,7 +23,8 @@ REMEDY = (
     "compute it with tensor operations (torch.where), pass it as a static argument, or move it out"
     " of the function"
 )
-# A part of torch's internal error when it should pass such a number to Python code.
+# A part of torch's internal error when it would have to pass a zero tensor without dimensions to
+# Python code.
 _NUMBER_ON_A_GPU = "tensor._is_zerotensor() && tensor.dim() == 0"
 # The methods of a tensor that read it on the host.
 READS = {
@@ -54,17 +55,18 @@ _SKIPPED = ("torch", "functools", "contextlib", "pickle", "copyreg", "weft")
 
 
 class HostReads(FunctionMode):
-    """A function mode that refuses host reads which never reach the dispatcher, and names each of
-    them.
+    """A function mode that refuses host reads that never reach the dispatcher, and names the
+    function that reads.
 
     Args:
         refuse: makes the error for a fault and its remedy.
         is_argument: whether a tensor is itself an argument, and not a view or result of one.
         is_own: whether a tensor was made inside the function.
-        constants: the tensors that come from Python numbers alone, so that they are the same at
-            each call.
-        gathers: performs indices by tensors.
-        asked_for: collects the storages of tensors that are made without values.
+        constants: the tensors that are made from Python numbers alone, and so are the same at each
+            call.
+        gathers: performs indexing by tensors.
+        asked_for: collects the storages of tensors that the function makes without values
+            (`torch.empty`).
     """
 
     def __init__(
@@ -84,11 +86,11 @@ class HostReads(FunctionMode):
         self.gathers = gathers
         self.asked_for = asked_for
         self.without_gradient: list[Tensor] = []
-        """The tensors from outside that the run has asked for a gradient, and that had none."""
+        """The tensors from outside whose `grad` the run read and found None."""
         self.calls_attention = False
         self.fills = False
-        """Whether `x[index] = number` runs now, for which torch makes a tensor without an operator.
-        """
+        """Whether `x[index] = number` is running, for which torch makes a tensor without an
+        operator."""
 
     @uncompiled
     def __torch_function__(
@@ -139,7 +141,7 @@ class HostReads(FunctionMode):
         return result
 
     def _read_attribute(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """Read an attribute of a tensor, unless it is one that a replay would not read again."""
+        """Read an attribute of a tensor; refuse one that a replay would have to read again."""
         attribute = getattr(func, "__self__", None)
         value = func(*args)
         if attribute is torch.Tensor.grad and (
@@ -166,7 +168,7 @@ class HostReads(FunctionMode):
 
 
 def _max_pool1d(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same results by an operator, where torch would write to memory without one."""
+    """Compute `max_pool1d` by an operator; on its usual path torch writes to memory without one."""
     if func is torch.max_pool1d:
         return torch.max_pool1d_with_indices(*args, **kwargs)[0]
     if kwargs.get("return_indices"):
@@ -177,7 +179,7 @@ def _max_pool1d(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 def _fault(
     func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], constants: Constants
 ) -> tuple[str, str] | None:
-    """(the host read that a function does, the remedy); None if it reads nothing on the host."""
+    """(the host read that a function makes, the remedy); None if it reads nothing on the host."""
     if name in READS and getattr(torch.Tensor, name, None) is func:
         if name not in _SHARED and constants.read(innermost_storage_id(args[0])):
             return None
@@ -261,8 +263,8 @@ def _is_list_of_tensors(index: Any) -> bool:
 def refusal(
     call: str, fault: str, instead: str, error: BaseException | None = None
 ) -> CaptureError:
-    """The error for an operation that cannot be captured, with the user's source line: the running
-    one, or, if an `error` is passed, the one that raised it."""
+    """The error for an operation that cannot be captured, with the user's source line: the line
+    that is running, or the line that raised `error`."""
     if error is None:
         frames = _running()
     else:
@@ -289,8 +291,8 @@ class Refusals:
         return self.errors[-1]
 
     def raise_swallowed(self, error: BaseException | None) -> None:
-        """Raise the first refusal of a run that ended with `error`, unless that is the refusal, or
-        an interrupt. An error of torch that comes from the audit itself is a refusal."""
+        """Raise the first refusal of a run that ended with `error`, unless `error` is that refusal
+        or an interrupt. An error of torch that the audit itself causes counts as a refusal."""
         if _NUMBER_ON_A_GPU in str(error):
             fault = (
                 "torch passes a number on a GPU from one operator to the next, which Python code"
@@ -307,9 +309,9 @@ class Refusals:
             ):
                 raise first from error
         finally:
-            # An error holds its frames. If they held it too, both would live until Python collects
-            # its garbage, and with them the caller's tensors, and what a generator in one of the
-            # frames would close.
+            # An error holds its frames. If a frame held the error too, the cycle would live until
+            # the next garbage collection: with it the caller's tensors, and generators whose
+            # closing releases something.
             del first, error
 
 
@@ -341,8 +343,8 @@ def _line_of(frames: Iterable[Frame]) -> str:
 
 
 def _known_remedy(at: Frame) -> str:
-    """The remedy for a host read in torch.nn's or transformers' code that has a setting to avoid
-    it; else empty."""
+    """The remedy for a host read in code of torch.nn or transformers that a setting avoids; else
+    empty."""
     frame, _ = at
     if frame.f_code.co_name == "_detect_is_causal_mask":
         return (

@@ -1,9 +1,9 @@
-"""Indices that are tensors without dimensions, such as a loop's counter: in a graph a gather on the
+"""Indices that are 0-dim tensors, such as a loop's counter: in a graph they become gathers on the
 device.
 
-Torch reads such an index on the host, and returns a view. A replay would read it no more, so a
-capture gathers the elements instead. That is a copy. Where a view would give something else, the
-capture is refused: `Gathers` sees to it.
+Torch reads such an index on the host, and returns a view. A replay would not read it again, so a
+capture gathers the elements instead, which makes a copy. If a view would behave differently from
+the copy, `Gathers` refuses the capture.
 """
 
 import weakref
@@ -34,8 +34,8 @@ class _Step:
     """A step of a loop.
 
     Args:
-        before: the copies from before it.
-        read: those that it has read.
+        before: the copies from before the step.
+        read: those of them that the step has read.
     """
 
     before: set[int]
@@ -43,11 +43,11 @@ class _Step:
 
 
 class Gathers:
-    """The copies that stand for views by tensors, in one run.
+    """The copies in one run that stand for views by tensor indices.
 
     Args:
         refuse: makes the error for a fault and its remedy.
-        constants: the tensors that the host may read; an index by one is a view.
+        constants: the tensors that the host may read; an index by one of them stays a view.
     """
 
     def __init__(self, refuse: Callable[[str, str], CaptureError], constants: Constants) -> None:
@@ -56,7 +56,7 @@ class Gathers:
         self._sources: dict[int, int | None] = {}
         self._indices: dict[
             int, list[Any]
-        ] = {}  # without their tensors: a capture sees which of them are kept
+        ] = {}  # by weak references: the audit refuses tensors that stay alive
         self._stale = set[int]()
         self._written: int | None = None
         self._steps: list[_Step] = []
@@ -70,7 +70,7 @@ class Gathers:
         self._written = None
 
     def index_of(self, x: Any, index: Any) -> _Index | None:
-        """The parts of an index that is to be gathered; None for any other."""
+        """The parts of an index if it must be gathered; None for any other index."""
         if isinstance(index, tuple):
             parts = index
         else:
@@ -88,13 +88,13 @@ class Gathers:
             if not self._constants.contains_all([innermost_storage_id(part)])
         ]
         if any(part.device != x.device for part in variable):
-            return None  # torch reads it on the host, which is refused
+            return None  # torch reads it on the host, which the audit refuses
         if variable and _num_dims(parts) <= x.dim():
             return parts
         return None
 
     def get(self, x: Tensor, index: _Index) -> Tensor:
-        """`x[index]`."""
+        """The copy that stands for `x[index]`."""
         source = innermost_storage_id(x)
         parts = list(index)
         for place, part in enumerate(parts):
@@ -110,8 +110,8 @@ class Gathers:
         return result
 
     def set(self, x: Tensor, index: _Index, value: Any) -> None:
-        """`x[index] = value`. As the end of `x[index] += 1` it writes back what was written to the
-        copy."""
+        """Perform `x[index] = value`. If it is the second half of `x[index] += 1`, it writes back
+        the copy, so the write to the copy is allowed."""
         if isinstance(value, Tensor):
             copy = innermost_storage_id(value)
         else:
@@ -125,8 +125,8 @@ class Gathers:
             self._stale.discard(copy)
 
     def before_operator(self, inputs: Set[int]) -> None:
-        """Raise CaptureError if an operator reads these storages where views would have other
-        values."""
+        """Raise CaptureError if an operator is about to read copies in these storages where views
+        would have other values."""
         if self._written is not None:
             raise self._refuse(_WRITTEN, "x[i] = value; or x[i].clone(), which is a copy anywhere")
         copies = self._sources.keys() & inputs
@@ -140,8 +140,8 @@ class Gathers:
         self._steps.append(_Step(set(self._sources)))
 
     def end_step(self) -> None:
-        """End it; raise CaptureError if it has read a copy from before it and then made it stale:
-        the next step would read it once more."""
+        """End the step; raise CaptureError if it read a copy from before the step and then made
+        that copy stale: the next step would read it again."""
         step = self._steps.pop()
         if not self._stale.isdisjoint(step.read):
             raise self._refuse(_STALE, _CLONE)
@@ -150,7 +150,7 @@ class Gathers:
         """Note the storages that an operator made, and those that it wrote in place."""
         if not self._sources:
             return
-        for storage in new & self._sources.keys():  # an earlier one with the same number is gone
+        for storage in new & self._sources.keys():  # a freed storage may have had the same number
             del self._sources[storage], self._indices[storage]
             self._stale.discard(storage)
             for step in self._steps:
@@ -170,12 +170,12 @@ def _is_scalar(part: Any) -> bool:
 
 
 def _is_known(part: Any) -> bool:
-    """Whether a part of an index says by itself how many dimensions it stands for."""
+    """Whether a part of an index is of a kind whose number of dimensions is known."""
     return part is None or part is ... or isinstance(part, int | slice | Tensor)
 
 
 def _dims_of(part: Any) -> int:
-    """The number of dimensions that a part of an index, but for `...`, stands for."""
+    """The number of dimensions of the tensor that a part of an index consumes; 0 for `...`."""
     if part is None or part is ... or isinstance(part, bool):
         return 0
     if isinstance(part, Tensor) and part.dtype in _MASKS:
@@ -188,7 +188,8 @@ def _num_dims(parts: Iterable[Any]) -> int:
 
 
 def _along(x: Tensor, parts: list[Any], place: int) -> _Index:
-    """The index that gathers along the dimension of one part, and keeps it, with one element."""
+    """The index that gathers along the dimension of one part, and keeps that dimension with size
+    1."""
     is_counted_from_the_end = any(part is ... for part in parts[:place])
     if is_counted_from_the_end:
         dim = x.dim() - _num_dims(parts[place:])
@@ -209,8 +210,8 @@ def _put(x: Tensor, parts: list[Any], value: Any) -> None:
 
 
 def _is_index(noted: list[Any], index: _Index) -> bool:
-    """Whether an index has the tensors of an earlier one, which is noted by weak references, and
-    equal other parts."""
+    """Whether an index has the same tensors as an earlier one, noted by weak references, and equal
+    other parts."""
     if len(noted) != len(index):
         return False
     pairs = zip(noted, index, strict=True)

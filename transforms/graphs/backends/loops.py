@@ -1,4 +1,4 @@
-"""Loops in captures: what `while_loop` asks of the capture around it."""
+"""Loops in captures: what `while_loop` needs from the capture around it."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -31,14 +31,14 @@ _LOOPER: ContextVar[Looper | None] = ContextVar("weft.looper", default=None)
 
 
 def current_looper() -> Looper | None:
-    """What records loops in this thread; None outside captures."""
+    """The `Looper` of the capture in this thread; None outside captures."""
     return _LOOPER.get()
 
 
 @contextlib.contextmanager
 def looping(looper: Looper | None, *, inside: bool = True) -> Iterator[None]:
-    """A context in which `looper` records loops, or nothing does; with `inside=False` only where no
-    other one does."""
+    """A context in which `looper` records loops (None: nothing does). With `inside=False`, a looper
+    that is already active stays."""
     if not inside and _LOOPER.get() is not None:
         yield
         return
@@ -50,8 +50,8 @@ def looping(looper: Looper | None, *, inside: bool = True) -> Iterator[None]:
 
 
 class Steps:
-    """The steps of loops in the runs of one function. A replay repeats them on other values than
-    the run has.
+    """Watches the steps of loops in the runs of one function. A replay repeats a step on other
+    values than those of the run.
 
     Args:
         random: watches the random generators.
@@ -114,7 +114,7 @@ class Steps:
 
 
 class Rehearsal:
-    """Runs each loop's step once: in a rehearsal, and in a listing of a function's operators."""
+    """The `Looper` of rehearsals and of listings of operators: it runs each loop's step once."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
@@ -127,7 +127,7 @@ class Rehearsal:
 
 
 def split_in_loop(func: Any) -> tuple[str, str]:
-    """The fault of a split operator that a loop repeats, and the remedy."""
+    """The fault of a split operator inside a loop, and the remedy."""
     fault = f"{func}, at which the graph is split, inside while_loop"
     return (
         fault,

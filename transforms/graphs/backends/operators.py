@@ -1,5 +1,5 @@
-"""The reads, writes and data dependence of operators, by their schemas and by special cases that
-schemas do not state."""
+"""The reads, writes and data dependence of operators, taken from their schemas and from a list of
+special cases that schemas do not state."""
 
 import functools
 import math
@@ -11,7 +11,7 @@ from torch import Tensor
 
 PINS = {"aten::pin_memory", "aten::_pin_memory"}
 _COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
-# Transfers between ranks, which are collective, and which a replay repeats although they compute
+# Transfers between ranks. They count as collective, and a replay repeats them although they compute
 # nothing.
 TRANSFERS = {"weft::send", "weft::recv"}
 _aten = torch.ops.aten
@@ -27,8 +27,7 @@ _CONSULT_SWITCHES = (
     "rnn",
 )
 _STRIDED = {_aten.as_strided, _aten.as_strided_copy, _aten.as_strided_scatter}
-# Operators whose results have as many elements as the data say, without a tag of torch that states
-# it.
+# Operators whose results have sizes that depend on data, although no tag of torch says so.
 _SPARSE_OF_DATA = {
     *(
         _aten._to_sparse,
@@ -72,7 +71,7 @@ _COMPRESSED = {
 
 
 def is_sparse(x: Tensor) -> bool:
-    """Whether a tensor is of one of the sparse layouts."""
+    """Whether a tensor has a sparse layout."""
     return x.layout is torch.sparse_coo or x.layout in _COMPRESSED
 
 
@@ -84,7 +83,7 @@ def sparse_parts(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def flat_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """`tensors_in` as a list, and faster if most arguments are tensors and numbers."""
+    """`tensors_in` as a list; faster if most arguments are tensors and numbers."""
     tensors: list[Tensor] = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
@@ -133,8 +132,8 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterato
 
 @functools.cache
 def is_harmless(func: Any) -> bool:
-    """Whether an operator is safe in a capture whatever its arguments are: it writes nothing, does
-    not depend on data, is not collective, and does not allocate pinned memory."""
+    """Whether an operator is safe in a capture for any arguments: it writes nothing, does not
+    depend on data, is not collective, and does not allocate pinned memory."""
     aten = torch.ops.aten
     indexing = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
     watched = (*indexing, aten._local_scalar_dense, *_STRIDED, *_SPARSE_OF_DATA)
@@ -152,14 +151,14 @@ def is_harmless(func: Any) -> bool:
 
 @functools.cache
 def reads_shapes(func: Any) -> bool:
-    """Whether an operator reads the shape and the dtype of its tensor, and not its values."""
+    """Whether an operator reads only the shape and the dtype of its tensor, and not its values."""
     name = func._schema.name.removeprefix("aten::")
     return func is _aten.bernoulli.p or name.endswith("_like") or name.startswith("new_")
 
 
 def unread(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The tensors of which an operator reads the shape alone. functorch passes memory that nothing
-    has written where a convolution's derivative does not need the input, or the weight."""
+    """The tensors of which an operator reads only the shape. Where a convolution's derivative does
+    not need the input or the weight, functorch passes memory that nothing has written."""
     if func is not _aten.convolution_backward.default:
         return ()
     _, input, weight, *_, needed = args
@@ -176,10 +175,10 @@ def consults_switches(operator: str) -> bool:
 def storage_reach(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[int, float] | None:
-    """For an operator that addresses a storage beyond the tensor it is passed (`as_strided`,
-    `set_`): the storage, as `storage_id` gives it, and the number of bytes up to the last one
-    addressed; infinite for `as_strided` by an offset, which counts from the beginning of the
-    storage. None for other operators."""
+    """The storage that an operator addresses beyond its tensor, as `storage_id` gives it, and the
+    number of bytes up to the last one addressed. None for operators other than `as_strided` and
+    `set_`. The number is infinite for `as_strided` with an offset, because the offset counts from
+    the beginning of the storage, where a buffer may begin elsewhere than the caller's tensor."""
     if func.overloadpacket not in (*_STRIDED, _aten.set_):
         return None
     named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
@@ -238,10 +237,10 @@ COPY = "a copy from"
 
 
 def _device_crossing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """The fault of a copy between host and device, or None: a replay would copy the host's values
-    of the capture."""
+    """The fault of a copy between host and device, or None. A replay would copy the values that the
+    host had at the capture."""
     copied = args[func is torch.ops.aten.copy_.default]
-    if not isinstance(copied, Tensor):  # a number of vmap's, which is a constant
+    if not isinstance(copied, Tensor):  # a number that vmap passes, which is a constant
         return None
     source = copied.device
     if copied is not args[0]:

@@ -1,5 +1,5 @@
 """`Randomness` watches the random generators that a captured function draws from: a replay draws
-further numbers, and does not seed again."""
+new numbers, but does not repeat a seeding."""
 
 import contextlib
 import functools
@@ -23,7 +23,8 @@ _SEED_OUTSIDE = "seed it before the call, or pass the random numbers in"
 
 
 class UnknownGenerator(RuntimeError):
-    """A recorded run drew from a generator that is not known, and that no rehearsal drew from."""
+    """A recorded run drew from an unknown generator, and there was no rehearsal to make it
+    known."""
 
 
 class Randomness:
@@ -31,13 +32,13 @@ class Randomness:
     one.
 
     A generator counts as seeded if its seed changed, or if it is in a state that it had before or
-    that its seed gives. A generator that is not a GPU's default one, which no other thread draws
-    from, also counts as seeded if its state is not the one that the last operator left. The
-    recorded run starts from a state that occurs nowhere else. A generator that no rehearsal drew
-    from is made by the function itself.
+    that its seed gives. Other threads may draw from a GPU's default generator. Any other watched
+    generator also counts as seeded if its state is not the one that the last operator left.
+    The recorded run starts from a state that occurs nowhere else. A generator that no rehearsal
+    drew from must have been made by the function itself.
 
-    In place of the CPU's default generator the runs draw from a copy. Other threads draw from the
-    default one then, and would draw numbers twice if its state was restored after the run.
+    The runs draw from a copy of the CPU's default generator. Meanwhile other threads draw from the
+    default generator; they would draw numbers twice if its state were restored after the run.
 
     Args:
         refuse: makes the error for a fault and its remedy.
@@ -77,7 +78,7 @@ class Randomness:
         finally:
             if (
                 torch.default_generator.initial_seed() != seed
-            ):  # a method of the default generator itself was called
+            ):  # the function seeded the default generator by a method of that object
                 torch.default_generator.set_state(
                     self._trackers[generator_id(self.copy)].initial_state
                 )
@@ -89,14 +90,14 @@ class Randomness:
             self._trackers.setdefault(generator_id(generator), _Known(generator))
 
     def record(self) -> None:
-        """Make the next run the recorded one. Called before a capture begins: during a capture a
-        CUDA generator's state cannot be read, and CUDA refuses a change of its seed, so a seed is
-        set here that the function would not set."""
+        """Make the next run the recorded one. This is called before a capture begins, because
+        during a capture a CUDA generator's state cannot be read and CUDA refuses a change of its
+        seed. So a seed is set here that the function would not set."""
         self._recording = True
         for generator in self.generators:
             if (
                 generator.device.type == "cuda"
-            ):  # drawing a number is not allowed while another thread captures
+            ):  # not by drawing, which is not allowed while another thread captures
                 generator.manual_seed(generator.initial_seed() ^ 1)
             else:
                 torch.rand(1, generator=generator, device=generator.device)
@@ -112,14 +113,14 @@ class Randomness:
             tracker.begin()
 
     def end(self) -> None:
-        """End a run; raise CaptureError if it seeded a generator after its last draw."""
+        """Raise CaptureError if the run has seeded a generator since its last draw."""
         for identity, tracker in self._trackers.items():
             if tracker.was_seeded(identity in self._shared):
                 raise self.refuse(_SEEDED, _SEED_OUTSIDE)
 
     def before_operator(self, func: Any, generator: torch.Generator | None) -> None:
-        """Raise CaptureError if the run has seeded a generator, or made the one that it is about to
-        draw from."""
+        """Raise CaptureError if the run has seeded a generator, or has itself made the generator
+        that it is about to draw from."""
         if (
             generator is not None
             and generator_id(generator) not in self._trackers
@@ -142,8 +143,9 @@ class Randomness:
 
     def after_operator(self, func: Any) -> None:
         """Record the states that an operator leaves. Raise CaptureError if it drew in a step that a
-        replay repeats: whether it did, the generators say. Attention without dropout is tagged as
-        random, and a custom operator may be tagged or not."""
+        replay repeats. Whether it drew is told by the generators' states, because tags are not
+        exact: attention without dropout is tagged as random, and a custom operator may be tagged or
+        not."""
         if may_draw(func):
             moved = [tracker.observe() for tracker in self._trackers.values()]
             if self.repeats and any(moved):
@@ -156,8 +158,8 @@ class Randomness:
                 )
 
     def _prepare_to_see_draws(self) -> None:
-        """Read the states before an operator that a replay repeats. A GPU's cannot be read during a
-        capture: then a rehearsal must have run the operator."""
+        """Read the states before an operator that a replay repeats. The state of a GPU's generator
+        cannot be read during a capture: then a rehearsal must have run the operator."""
         if self.device is not None and is_capturing()() and not self._rehearsed:
             raise UnknownGenerator
         for tracker in self._trackers.values():
@@ -182,8 +184,8 @@ class Randomness:
 
 
 class _Known:
-    """A generator, its state before the first run, and the states of the present run in which
-    operators left it."""
+    """A generator, its state before the first run, and the states in which operators of the present
+    run left it."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
@@ -199,8 +201,8 @@ class _Known:
         self.observe()
 
     def observe(self) -> bool:
-        """Note the present seed and state, and return whether the state is another one than at the
-        last time. Those of a GPU's generator cannot be read during a capture, in which CUDA itself
+        """Note the present seed and state, and return whether the state has changed since the last
+        call. The state of a GPU's generator cannot be read during a capture, but there CUDA itself
         refuses a new seed."""
         if self.generator.device.type == "cuda" and is_capturing()():
             return False
@@ -227,8 +229,8 @@ class _Known:
 
 
 def _default_generators(device: torch.device | None) -> list[torch.Generator]:
-    """The default generator of a GPU; those of all GPUs for a tape, whose function may make tensors
-    there."""
+    """The default generator of a GPU; for a tape those of all GPUs, on which its function may make
+    tensors."""
     if device is not None:
         return [torch.cuda.default_generators[device.index or 0]]
     if torch.cuda.is_initialized():
@@ -237,8 +239,8 @@ def _default_generators(device: torch.device | None) -> list[torch.Generator]:
 
 
 class _PrivateDraws(OperatorWatch):
-    """Makes operators draw from a copy where they would draw from the CPU's default generator. On a
-    GPU it refuses numbers that are drawn on the CPU: a replay would not draw them again."""
+    """Makes operators that would draw from the CPU's default generator draw from the copy. If a GPU
+    replays the function, draws on the CPU are refused: a replay would not repeat them."""
 
     def __init__(self, random: Randomness) -> None:
         self.random = random
@@ -263,6 +265,7 @@ class _PrivateDraws(OperatorWatch):
             return self.pass_on(func, args, kwargs)
         if (drawing := _taking_generator(func)) is not None:
             return self.pass_on(drawing, args, {**kwargs, "generator": self.generator})
+        # An operator without a `generator` argument: lend it the copy's state for this one draw.
         default = torch.default_generator
         before = default.get_state()
         default.set_state(self.generator.get_state())
@@ -298,8 +301,8 @@ def _names_besides_generator(overload: Any) -> list[str] | None:
 
 @functools.cache
 def may_draw(func: Any) -> bool:
-    """Whether an operator may draw random numbers: its tags say so, or it is not one of torch's and
-    so unknown."""
+    """Whether an operator may draw random numbers: its tags say so, or it is a custom operator, of
+    which nothing is known."""
     return torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in (
         "aten",
         "prims",

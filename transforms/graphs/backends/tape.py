@@ -2,7 +2,7 @@
 
 Addresses are fixed, Python values are frozen at capture, a replay overwrites the outputs of the
 previous one, host reads are refused, and torch reports during a capture that CUDA is capturing. A
-law that the tape breaks, a graph would break; so the laws can be tested without a GPU.
+law that fails on the tape would fail on a graph too, so the laws can be tested without a GPU.
 """
 
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -53,11 +53,11 @@ class Operation:
     """One recorded operator, with the tensors that it read and wrote.
 
     Args:
-        computed: (index, tensor) of the results that are neither inputs nor views of them: a replay
-            computes them again and copies them to the addresses that they had at capture.
-        sparse: the same of sparse results, with the tensors of indices and values that each
+        computed: (index, tensor) of the results that are neither inputs nor views of inputs: a
+            replay computes them again and copies them to the addresses that they had at capture.
+        sparse: the same for sparse results, with the tensors of indices and values that each
             consists of.
-        grad: whether grad mode was on, which some operators ask.
+        grad: whether grad mode was on; some operators depend on it.
     """
 
     func: Any
@@ -98,7 +98,7 @@ class Loop:
 
     Args:
         flag: [] bool, which the operators write.
-        operations: the operators of one step, and loops among them.
+        operations: the operators of one step, including inner loops.
         grad: whether grad mode was on.
     """
 
@@ -140,7 +140,7 @@ class _Recorder(OperatorWatch):
     unable: str | None = None
 
     def loop(self, flag: Tensor, carry: Sequence[Tensor], step: Callable[[], None]) -> None:
-        """Record the operators of `step` on a tape of their own, which a replay repeats."""
+        """Record the operators of `step` on a separate tape, which a replay repeats."""
         outer = self.tape
         self.tape = []
         try:
@@ -180,11 +180,11 @@ class _Recorder(OperatorWatch):
             self.unwritten.written(targets.union(storage_id(t) for _, t in results))
         if func.overloadpacket in ONLY_MEMORY and results:
             self.unwritten.allocated(result)
-        # An operator of others that returns an argument's memory may have written to it, whatever
-        # its schema says.
+        # A custom operator that returns an argument's memory may have written to it, whatever its
+        # schema says.
         foreign = func.namespace != "aten" and bool(outputs)
         if (results or writes or checks or foreign) and repeated:
-            if func.namespace != "aten":  # others may write to more than they declare
+            if func.namespace != "aten":  # a custom operator may write more than it declares
                 self.unwritten.written(inputs)
             if not reads_shapes(func):
                 self.unwritten.check_read(inputs - {storage_id(x) for x in unread(func, args)})
@@ -223,8 +223,8 @@ def _is_computed(result: Tensor, inputs: set[int]) -> bool:
 
 
 def _alias(value: Tensor) -> Tensor:
-    """A new tensor on the same storage, so that a later `t_()` or `resize_()` does not change the
-    tape's shapes."""
+    """A new tensor object on the same storage, so that a later `t_()` or `resize_()` does not
+    change the shapes on the tape."""
     return value.detach()
 
 
@@ -236,7 +236,7 @@ def _has_address(value: Tensor) -> bool:
 
 @attrs.frozen
 class TapeRecording:
-    """A tape and the tensors that it writes to. Pieces need no separate tapes, because operators
+    """A tape and the tensors that it writes. Pieces need no separate tapes, because operators
     replay one by one."""
 
     operations: tuple[Operation | Loop, ...]
@@ -276,7 +276,7 @@ class TapeBackend:
                 audit.rehearse(fn)
             with suppress(
                 UnknownGenerator
-            ):  # drawn from for the first time, or made by the function
+            ):  # a generator that is used for the first time, or that the function makes
                 recording = _record(fn, audit, split_at)
                 if not audit.has_unknown:
                     return recording

@@ -1,7 +1,7 @@
 """`UnwrittenMemory`: memory that torch allocated in a run and that no operator wrote.
 
-A few of torch's functions write to memory by themselves and not by an operator (`max_pool1d` on a
-CPU). A tape does not see that, and would not do it again.
+A few of torch's functions write to memory directly and not by an operator (`max_pool1d` on a CPU).
+A tape does not see such a write, and would not repeat it.
 """
 
 from collections.abc import Callable, Iterable, Set
@@ -19,7 +19,7 @@ class UnwrittenMemory:
     Args:
         refuse: makes the error for a fault and its remedy.
         asked_for: the storages that the function itself asked for (`torch.empty`), which it may
-            leave as they are.
+            leave unwritten.
     """
 
     def __init__(self, refuse: Callable[[str, str], CaptureError], asked_for: set[int]) -> None:
@@ -31,7 +31,7 @@ class UnwrittenMemory:
         """Note memory that an operator allocated and did not write."""
         if result.numel():
             self._lines[storage_id(result)] = user_line()
-            # An earlier one with the same number is gone
+            # A freed storage may have had the same number.
             self._asked_for.discard(storage_id(result))
 
     def written(self, storages: Iterable[int]) -> None:
@@ -41,7 +41,7 @@ class UnwrittenMemory:
 
     def check_read(self, storages: Set[int]) -> None:
         """Raise CaptureError if one of these storages, which are about to be read or returned, is
-        among them."""
+        unwritten."""
         for storage in self._lines.keys() & storages - self._asked_for if self._lines else ():
             fault = (
                 "torch wrote to memory without an operator, which a tape cannot repeat, at"

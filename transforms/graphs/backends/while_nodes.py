@@ -14,11 +14,11 @@ _LOG = logging.getLogger("weft")
 
 
 class WhileNodes:
-    """The WHILE nodes of a device's captures. If it cannot have any, graphs have `max_steps` steps
-    in their place.
+    """The WHILE nodes of a device's captures. If the device cannot have any, graphs contain
+    `max_steps` steps instead.
 
-    A loop's step is captured on a stream of its own, into a memory pool of its own: nothing else
-    allocates there, so that its addresses stay as they are from one repetition to the next.
+    A loop's step is captured on a separate stream into a separate memory pool. Nothing else
+    allocates there, so its addresses stay the same from one repetition to the next.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,11 +28,11 @@ class WhileNodes:
         self._streams: list[torch.cuda.Stream] = []
 
     def rehearsal(self, audit: Audit) -> "Rehearsed":
-        """What runs the steps of loops in the rehearsal of a capture."""
+        """The `Looper` of a capture's rehearsal."""
         return Rehearsed(self, audit)
 
     def recorder(self, audit: Audit) -> "Recorded":
-        """What records the loops of one capture."""
+        """The `Looper` of one capture."""
         self.recorded = 0
         return Recorded(self, audit)
 
@@ -53,8 +53,8 @@ class WhileNodes:
 
 
 class Rehearsed:
-    """Runs each loop's step once, on the stream on which it is then captured: libraries make their
-    workspaces there."""
+    """Runs each loop's step once, on the stream on which it will be captured, so that libraries
+    create their workspaces there."""
 
     def __init__(self, nodes: WhileNodes, audit: Audit) -> None:
         self.nodes = nodes
@@ -81,7 +81,7 @@ class Rehearsed:
 
 
 class Recorded:
-    """Records each loop as a WHILE node of the capture under way, and holds the memory of their
+    """Records each loop as a WHILE node of the current capture, and holds the memory of the loops'
     steps."""
 
     def __init__(self, nodes: WhileNodes, audit: Audit) -> None:

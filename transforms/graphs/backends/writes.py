@@ -1,4 +1,4 @@
-"""`watching_writes`: which storages a function writes that it has not made itself."""
+"""`watching_writes`: finds the storages that a function writes but did not make itself."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ class Writes:
     """The storages that operators wrote, as `storage_id` gives them.
 
     Args:
-        outside: those that were there before.
+        outside: the written storages that existed before.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Writes:
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Note what an operator wrote and made."""
         inputs = {storage_id(x) for x in flat_tensors(args, kwargs)}
-        if func is torch.ops.aten.lift_fresh.default:  # a new tensor of Python numbers
+        if func is torch.ops.aten.lift_fresh.default:  # its input is a new tensor of Python numbers
             inputs.clear()
         self.outside.update(
             {storage_id(x) for x in written(func, args, kwargs)} - self._new_storages
@@ -58,7 +58,6 @@ class _Mode(DispatchMode):
 def watching_writes() -> Iterator[Writes]:
     """Context that collects the writes of the operators in it."""
     writes = Writes()
-    # A trace of other transforms sees the operators by a dispatch mode, and hides them from
-    # watches.
+    # Under a dispatch mode (a trace of another transform) a watch would not see the operators.
     with _Mode(writes) if num_dispatch_modes() else _Watch(writes):
         yield writes
