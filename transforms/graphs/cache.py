@@ -94,6 +94,7 @@ class Plan:
             switches = None
         if switches is None and not (self.graph.external and torch.is_grad_enabled()):
             return None
+        # The plan is an argument: a closure over it would keep an evicted graph alive.
         return lambda plan: (
             not plan.graph.needs_autograd() and (switches is None or backend_switches() == switches)
         )
@@ -200,6 +201,7 @@ class Cache:
     def plan(self, call: Call, signature: Key) -> tuple[Plan | Eager, bool]:
         """The plan for a call with this key before dispatch, or the reason why the function itself
         runs; and whether later calls will find it. Captures a graph if there is none."""
+        # A weak reference is dead once the plan's entry was evicted.
         if (cached := self._plans.get(signature)) is not None:
             answer = cached if isinstance(cached, Eager) else cached()
             if isinstance(answer, Eager) or (answer is not None and answer.reads_the_same()):
@@ -208,6 +210,7 @@ class Cache:
         decision, key = self._obtain(call, signature)
         if key is None:
             eager = Eager(decision.reason)
+            # Inside no_capture() the answer is not kept: outside it, the same call may be captured.
             if may_capture():
                 self._make_room_for_a_signature()
                 self._plans[signature] = eager
@@ -236,6 +239,7 @@ class Cache:
         else:
             unpadded = find_descriptors(call.copied)[0]
         backend = self.backend_for(call)
+        # Replays read the tables of copies, which a plan holds.
         with backend.allocating():
             return make_plan(
                 graph, call, padded, unpadded, self.graphable.borrow, backend.wait_for_last_replay
@@ -444,6 +448,7 @@ class Cache:
             split_at = self.graphable.split_at
         else:
             split_at = frozenset[str]()
+        # `verify` compares a differing run, operator by operator, with the recorded one.
         if self.graphable.verify:
             writer = functools.partial(writer_of, split_at=split_at)
         else:
@@ -472,6 +477,7 @@ class Cache:
             and len(self.entries) >= self.graphable.max_captures
         ):
             del self.entries[min(self.entries, key=lambda k: self.entries[k].graph.last_use)]
+        # Weakly, or each entry would refer to the cache that holds it: a reference cycle.
         drop = functools.partial(_drop, weakref.ref(self), key)
         weak_statics = (
             value.reference() for _, (_, value, *_) in key.statics if isinstance(value, Weakly)

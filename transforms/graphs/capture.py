@@ -304,6 +304,7 @@ def capture(
 
     def watched() -> Outputs:
         assert watch is not None
+        # A back end may run the function more than once; the last run is the recorded one.
         watches[:] = [watch(prepared)]
         with watches[0]:
             return prepared.run()
@@ -328,6 +329,8 @@ def capture(
             )
             # With new output objects, a result that is still alive is one that the function keeps.
             audit.refuse_kept_results()
+    # If autograd records on external tensors, calls run the function itself, whose results may
+    # require grad.
     if not _autograd_records(external):
         refuse_requiring_grad(audit.call, recording.outputs, call, prepared.buffers)
     if split_at and descriptor is None and recording.num_pieces == 1:
@@ -341,6 +344,7 @@ def capture(
         )
     if descriptor is not None:
         _refuse_unsized(graphable.name, recording.outputs, descriptor, prepared.axes)
+    # Results are copied after each replay, so later captures may reuse the memory of the outputs.
     if not graphable.borrow:
         recording = backend.release_output_memory(recording, audit.owned_storages - audit.writable)
         recording = attrs.evolve(

@@ -76,6 +76,7 @@ def dispatch(descriptor: D, ladder: Ladder[D] | Sequence[D]) -> Decision[D]:
         if covering and not least:
             raise _not_an_order(descriptor, covering)
         if least:
+            # `min` takes the first of equals: reversed, so that it is the later one in the ladder.
             chosen = min(reversed(least), key=lambda d: tuple(excess(d, descriptor).values()))
             if mode == "full":
                 in_pieces = ""

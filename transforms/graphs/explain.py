@@ -45,6 +45,7 @@ class Explanation:
 # The number of captures in a row, or of inline calls in a row, after which a warning says that
 # nothing replays.
 ENDLESS = 8
+# The number of differences that a message lists; it only counts further ones.
 _MOST_SHOWN = 4
 
 
@@ -157,6 +158,7 @@ def _besides_leaves(key: Key) -> tuple[Any, ...]:
 
 
 def _is_number(key: Any) -> bool:
+    # A bool is an int to Python, but it has two values, and cannot cause a miss at every call.
     return (
         not isinstance(key, LeafKey)
         and key[0] is not bool

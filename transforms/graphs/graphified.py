@@ -135,6 +135,7 @@ class Graphified(Generic[P, R]):
         """Take the fast path of calls in function modes, in `batch_invariant()` or on a rank of a
         mesh. The modes are off meanwhile, because torch would call them for every property that the
         fast path reads of a tensor."""
+        # Only the general path marks results as borrowed, which `check_borrowed` needs.
         if watches_borrows():
             return self._call(args, kwargs)
         modes = modes_around()
@@ -213,6 +214,7 @@ class Graphified(Generic[P, R]):
         holds, training = plan.condition(), modules_keep_training(call, self._graphable.roles)
         if training is None:
             return holds
+        # The plan is an argument: a closure over it would keep an evicted graph alive.
         return lambda plan: training() and (holds is None or holds(plan))
 
     def _inline(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
@@ -388,6 +390,7 @@ class Graphified(Generic[P, R]):
             new_call = make_call(self._graphable.roles, self._graphable.name, args, kwargs)
             if runs_inline(new_call):
                 return self._inline(new_call, args, kwargs)
+            # The graph is stale: the graphified function captures anew, or raises if it is frozen.
             if not plan.reads_the_same():
                 return self._call(args, kwargs)
             if (other := hashable_signature(new_call, self._graphable.name)) != signature:

@@ -351,6 +351,8 @@ def make_ladder(
         pieces = _ragged(limits, limits.max_num_tokens, sizes)
     else:
         pieces = []
+    # Attention of capability uniform_single_token runs in whole graphs only for one token a
+    # request.
     whole = [
         d
         for d in uniform
@@ -449,6 +451,8 @@ def _ragged(limits: Limits, most: int, sizes: Sequence[int] | None) -> list[Batc
 
 
 def _largest_first(descriptors: Sequence[BatchDescriptor]) -> tuple[BatchDescriptor, ...]:
+    # Captures follow this order: the input buffers of smaller classes then lie inside the
+    # largest's.
     return tuple(
         sorted(
             set(descriptors),

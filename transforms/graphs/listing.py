@@ -127,6 +127,7 @@ class Writer(OperatorWatch):
         self.inputs: list[Value] = []
         self.lines: list[Line] = []
         self.split_at = split_at
+        # By identity, because `==` of tensors is elementwise; weak, to keep no tensor alive.
         self._values = WeakIdKeyDictionary()
         self._count = 0
         for tensor, origin in inputs:

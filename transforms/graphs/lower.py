@@ -199,6 +199,7 @@ class _Zeros(OperatorWatch):
         for output in tensors_in(result):
             if storage_id(output) not in inputs:
                 output.zero_()
+        # New zeros cannot stand for a result that shares memory with an argument or another result.
         if effect_of(func, args) is None and _are_own(
             result if isinstance(result, tuple) else (result,), inputs
         ):

@@ -152,6 +152,7 @@ def estimate(
         }
         kept += graphs.values()
         sizes = [input_bytes(call, rung.descriptor) for rung in group]
+        # Without the first class, which pays for the shared pool.
         points = [(sizes[i], graph.recording.nbytes) for i, graph in graphs.items() if i > 0]
         for i, size in enumerate(sizes):
             graph_bytes += graphs[i].recording.nbytes if i in graphs else interpolate(points, size)

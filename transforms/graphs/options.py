@@ -101,6 +101,7 @@ def make_graphable(fn: Callable[..., Any], options: GraphifyOptions) -> Graphabl
                     instead = "no names: it has none"
                 raise CaptureError(call, problem, instead)
     donated = (*declared, *extra)
+    # Only names that were passed can conflict: `params`, the default reference, may be static.
     given_references = () if by_name is None else references
     if both := next((n for n in static if n in (*donated, *given_references)), None):
         problem = f"{both!r} in static_argnames, and in donate_argnames or reference_argnames"

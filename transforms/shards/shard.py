@@ -292,6 +292,7 @@ class Sharded:
             traces = self._make_traces(flat, parts.keys, grads)
             if len(self._traces) >= _MAX_TRACES:
                 self._traces.clear()
+            # Traces whose closed-over values cannot be checked for changes are used only once.
             if traces.closed_over.is_lasting:
                 self._traces[key] = traces
             else:
@@ -339,6 +340,7 @@ class Sharded:
         with without_modes():
             order = tuple(interleave([one.program(self.mesh.num_ranks) for one in by_rank]))
             numbers = result_numbers(by_rank, order, keys)
+            # Numbered once more as if the ranks' `PerRank()` arguments were equal: by keys alone.
             alike = result_numbers(
                 by_rank, order, [[key for key, _ in rank_keys] for rank_keys in keys]
             )

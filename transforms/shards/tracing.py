@@ -107,8 +107,8 @@ def trace(
     """Trace a function on fake tensors, as one rank runs it.
 
     The trace is made without the captures, transforms, modes and hooks on saved tensors around the
-    call; those of the later run apply to its operators. Only the default device is kept, because it
-    decides where the function makes its tensors.
+    call; those of the later run apply to its operators. Autocast's conversions become part of the
+    trace. The default device is kept, because it decides where the function makes its tensors.
 
     Args:
         fn, name: the function, and its name in errors.

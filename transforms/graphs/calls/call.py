@@ -115,6 +115,7 @@ class Call:
     training: tuple[bool, ...]
     keywords: tuple[str, ...] = ()
     cached_references: KnownReferences | None = None
+    # Caches of at most one item: a list, because the class is frozen.
     _reference_key: list[TreeKey] = attrs.field(factory=list, init=False, eq=False, repr=False)
     _copied_axes: list[list[Axes | None]] = attrs.field(
         factory=list, init=False, eq=False, repr=False
@@ -256,6 +257,7 @@ def modules_keep_training(call: Call, roles: Roles) -> Callable[[], bool] | None
     evaluation since the call; None if there is no module."""
     function_modules = roles.modules({})
     training = call.training
+    # Weakly: a plan must not keep the modules among its call's arguments alive.
     argument_modules = tuple(
         weakref.ref(module) for module in roles.modules(call.statics)[len(function_modules) :]
     )
@@ -410,6 +412,7 @@ def signature_of(call: Call) -> Key:
     """The key before dispatch, with the batch's own class and sizes."""
     copied = _tree_key(call.copied_tree, (leaf_key(x, None, False) for x in call.copied_leaves))
     statics = tuple((name, static_key(value)) for name, value in call.statics.items())
+    # One flag if all modules agree, as they usually do: a short key is compared quickly.
     training = call.training[0] if len({*call.training}) == 1 else call.training
     form = {
         "module.training": training,
@@ -445,6 +448,7 @@ def check_call(call: Call, name: str) -> None:
     check_plain(call.new_leaves(), f"{name}(...)", call.new_names)
     check_tensors(call.new_leaves(), f"{name}(...)", call.new_names)
     check_statics(call.statics, f"{name}(...)")
+    # Otherwise an earlier call with the same arguments by reference has passed this check.
     if call.cached_references is None:
         refuse_shared(call, name)
     if torch.is_inference_mode_enabled():

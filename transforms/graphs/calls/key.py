@@ -119,6 +119,7 @@ class Weakly:
 
     def __init__(self, value: Any) -> None:
         self.reference = weakref.ref(value)
+        # Kept, because the key must still be found, to be removed, when the value has died.
         self._hash = id(value)
 
     def __eq__(self, other: object) -> bool:

@@ -147,6 +147,7 @@ def write_reader(
     for argument in copied:
         _write(writer, argument.expression, argument.value, False, None)
     if writer.addresses:
+        # One test if all tensors are aligned, which is the usual case; else the offset of each.
         ends = [f"a{i} & {ALIGNMENT - 1}" for i in range(len(writer.addresses))]
         writer.lines += [f"a{i} = {address}" for i, address in enumerate(writer.addresses)]
         any_end = " | ".join(f"a{i}" for i in range(len(writer.addresses)))
@@ -271,6 +272,7 @@ def _write_node(
     items = name
     if type(value) is dict:
         writer.require(f"[*{name}] == {writer.constant([*value])}")
+        # `==` does not tell the keys 1, 1.0 and True apart.
         if any(type(key) is not str for key in value):
             writer.require(
                 f"value_key(tuple({name})) == {writer.constant(value_key(tuple(value)))}"
@@ -353,7 +355,7 @@ def _write_value(writer: _Writer, expression: str, value: Any, weakly: bool = Fa
     writer.require(f"{name}.__class__ is {writer.constant(type(value))}")
     if weakly:
         writer.key.append(f"id({name})")
-    elif isinstance(value, float):
+    elif isinstance(value, float):  # `hex` tells 0.0 from -0.0, and nan equals itself
         writer.key.append(f"{name}.hex()")
     elif type(value) not in EXACT and not by_identity(type(value)):
         writer.key.append(f"value_key({name})")
