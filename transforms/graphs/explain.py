@@ -72,8 +72,8 @@ class Changed:
         references: other arguments captured by reference, at another address.
         values: leaves that are numbers, with the new number.
         has_others: whether the keys differ in other fields too.
-        outside: what has changed of the things that the function reads from outside its arguments,
-            in words.
+        outside: the change, in words, of something that the function reads from outside its
+            arguments; empty if nothing changed.
     """
 
     donated: tuple[str, ...]

@@ -203,8 +203,8 @@ def input_bytes(call: Call, descriptor: Any) -> int:
 
 def buffer_bytes(call: Call, descriptors: Iterable[Any]) -> int:
     """The bytes of input buffers and padding sources of graphs of these classes, captured in this
-    order. A buffer that is part of a shared block (`InputBufferPool`) counts only as far as the
-    block must grow."""
+    order. For a buffer in a shared block (`InputBufferPool`), only the growth of the block counts.
+    """
     blocks: dict[tuple[int, bool], int] = {}
     total = 0
     for descriptor in descriptors:

@@ -338,7 +338,7 @@ class Recorder(DispatchMode):
 
     def refuse_kept(self) -> None:
         """Raise CaptureError if a tensor of the trace, which has no values, is alive outside it.
-        The trace must have been read before: this forgets which node made which tensor."""
+        Call it when all results are mapped to nodes: it forgets which node made which tensor."""
         references = [weakref.ref(tensor) for tensor, _ in self._nodes.values()]
         self._nodes.clear()
         self._stand_ins.clear()
@@ -375,7 +375,7 @@ class Recorder(DispatchMode):
             )
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Add a call of an operator, and what it returned."""
+        """Add a call of an operator and its result to the graph."""
         args, kwargs = tree_map(self.in_graph, (args, kwargs))
         node = self.graph.call_function(func, args, kwargs)
         if isinstance(result, Tensor):

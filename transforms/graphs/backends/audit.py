@@ -459,7 +459,7 @@ class Audit(OperatorWatch):
             with signal_capture():
                 outputs = self._run(fn)
         returned = [x for x in outputs if isinstance(x, Tensor)]
-        del outputs  # outputs that are no tensors may hold tensors
+        del outputs  # other objects among the outputs may hold tensors, which would count as kept
         results = self._results
         # The recorded run does not show a tensor that only the first run keeps. A tensor that
         # depends on no argument may be kept in a cache.

@@ -154,8 +154,7 @@ class CudaBackend:
             with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
                 yield
         finally:
-            # Also after a refusal, because the restored values must be written after those of the
-            # run.
+            # Also after a refusal: the restored values must be written after the values of the run.
             current.wait_stream(self.stream)
 
     def capture(

@@ -147,7 +147,8 @@ class Gathers:
             raise self._refuse(_STALE, _CLONE)
 
     def after_operator(self, new: Set[int], written: Set[int]) -> None:
-        """Note the storages that an operator made, and those that it wrote in place."""
+        """Note the storages that an operator made (`new`) and that it wrote in place
+        (`written`)."""
         if not self._sources:
             return
         for storage in new & self._sources.keys():  # a freed storage may have had the same number

@@ -67,8 +67,8 @@ class Roles:
         donated: arguments whose storage the function takes.
         by_reference: arguments that are captured at their addresses: the donated ones, and others
             such as params. All other arguments are copied in.
-        module: the module that the function is, or is a method of; the training modes of its parts,
-            and of those of static arguments, are part of the key. None: no module.
+        module: the module that the function is, or is a method of; None: no module. The training
+            modes of its parts, and of modules among the static arguments, are part of the key.
     """
 
     signature: inspect.Signature

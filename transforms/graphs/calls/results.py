@@ -315,6 +315,7 @@ def plan_cloning(outputs: Sequence[Tensor]) -> Cloner:
                 by_kernel.setdefault(x.device, []).append(i)
             elif x.numel() and x.is_contiguous():
                 together.setdefault((x.dtype, x.device), []).append(i)
+    # A clone of a small tensor costs little but its launch, so outputs are cloned in groups.
     groups: list[tuple[tuple[int, ...], Cloner]] = []
     groups += [
         ((*group,), plan_clones([outputs[i] for i in group])) for group in by_kernel.values()
