@@ -1,2 +1,2 @@
-"""Pipelines: a step over several stages as checked programs, which a transport executes; also their
-simulation."""
+"""Pipelines: a step over several stages as checked programs, which a transport executes; also the
+simulation of such programs."""

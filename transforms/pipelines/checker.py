@@ -1,17 +1,18 @@
-"""The checker: proves programs right before anything moves. `CheckedPrograms` are what a transport
-runs.
+"""The checker: proves programs correct before anything moves. A transport runs only
+`CheckedPrograms`.
 
-It checks each rank's program by itself, and then runs all of them on an abstract machine
-(`weft.transforms.pipelines.machine`).
+The checker looks at each rank's program by itself, and then runs all programs on an abstract
+machine (`weft.transforms.pipelines.machine`).
 
-Stage s runs on rank s % num_ranks, and each rank runs as many stages: one, or several in turn
+Stage s runs on rank s % num_ranks. All ranks run the same number of stages: one, or several in turn
 (interleaved stages).
 
-Ranks are deterministic, and each queue has one writer and one reader. So the messages, and whether
-all ranks reach their end, do not depend on the order in which ranks move, and more capacity never
-blocks (Kahn, 1974, "The semantics of a simple language for parallel programming"). So one run of
-the machine, with one message per edge, is enough: programs that pass it end in every order and with
-every capacity. `weft.proofs.checks.programs_exhaustive` compares that with all interleavings.
+Ranks are deterministic, and each queue has one writer and one reader. Therefore neither the
+messages nor whether all ranks reach their end depends on the order in which ranks move, and more
+capacity never blocks (Kahn, 1974, "The semantics of a simple language for parallel programming").
+One run of the machine, with one message per edge, is therefore enough: programs that pass it end in
+every order and with every capacity. `weft.proofs.checks.programs_exhaustive` compares this claim
+with all interleavings.
 """
 
 import functools
@@ -46,29 +47,30 @@ PROGRAMS: Rule = (
 
 
 def check(programs: Sequence[Program], *, buffers: int | None = None) -> None:
-    """Raise ProgramError unless the programs are right: all ranks run the same micro-batches, of
+    """Raise ProgramError unless the programs are correct: all ranks run the same micro-batches, of
     the same classes, in the same order, and advance with all of them or with none; each effect
-    finds what it needs; every receive meets its send, in order and schema; all ranks reach their
+    finds what it needs; every receive matches its send in order and schema; all ranks reach their
     end even if an edge holds only one message; and no result is overwritten before it was read, or
     before a fence has waited until it was sent.
 
-    The job that a job runs after (`Job.after`) is not part of a program;
+    Programs do not contain `Job.after`, so it is not checked here;
     `weft.proofs.evidence.solver.schedule_proof` proves that `make_programs` respects it.
 
     Args:
-        programs: of all ranks, in order.
-        buffers: results that a stage holds before it overwrites the oldest; None: it overwrites
-            none.
+        programs: the programs of all ranks, in order.
+        buffers: the number of results that a stage holds before it overwrites the oldest one. None:
+            it never overwrites a result.
     """
     check_values("check(programs)", {"programs": PROGRAMS}, {"programs": programs}, ProgramError)
     for mistake in _mistakes(programs, buffers):
         raise mistake
+    # One message per edge is the hardest case: programs that end with it end with more.
     for _ in interleave(programs, capacity=1):
         pass
 
 
 def count_stages(programs: Sequence[Program]) -> int:
-    """The number of stages that programs run: as many on each rank.
+    """The number of stages that programs run, rounded up to the same number on each rank.
 
     >>> count_stages([Program(0, 1, (Run("stage 0", 0), Run("stage 1", 0)))])
     2
@@ -83,7 +85,7 @@ def count_stages(programs: Sequence[Program]) -> int:
 
 
 def _mistakes(programs: Sequence[Program], buffers: int | None) -> Iterator[ProgramError]:
-    """The errors for what is wrong before any rank moves. Only the first one counts: the others may
+    """The errors that can be found before any rank moves. Only the first one counts: the others may
     follow from it."""
     call = f"check of {len(programs)} programs"
     if not programs or (buffers is not None and buffers < 1):
@@ -164,9 +166,9 @@ def _ran(program: Program, what: str) -> list[int]:
 
 
 def check_peers(program: Program, num_stages: int) -> Iterator[ProgramError]:
-    """An error for each effect that this rank cannot have: a rank runs its own stages, receives
-    from the rank before it and sends to the rank after it (rank 0 is after the last one); the last
-    rank broadcasts. Collectives are performed inside stages, and not by programs."""
+    """An error for each effect that this rank cannot have. A rank runs its own stages, receives
+    from the previous rank and sends to the next one (rank 0 comes after the last rank). Only the
+    last rank broadcasts. Collectives belong inside stages, not in programs."""
     rank = program.rank
     ranks = program.num_ranks
     last = ranks - 1
@@ -222,21 +224,23 @@ def check_peers(program: Program, num_stages: int) -> Iterator[ProgramError]:
 def check_needs(
     program: Program, returning: frozenset[int], num_stages: int
 ) -> Iterator[ProgramError]:
-    """An error for each effect that does not stand once, after the effect that makes its input,
-    result or output.
+    """An error for each effect that occurs twice, or that does not come after the effects that make
+    what it uses.
 
     Args:
-        program: one rank's.
+        program: the program of one rank.
         returning: the micro-batches whose output returns, and with which the ranks advance.
-        num_stages: of all ranks.
+        num_stages: the number of stages on all ranks together.
     """
-    done: set[Effect] = set()  # their schemas are left out
+    # Without schemas, which are compared where a send meets its receive
+    done: set[Effect] = set()
     for effect in program.effects:
         bare = _bare(program.rank, effect)
         needs = list(_needs(program, bare, returning, num_stages))
         missing = [need for need in needs if need not in done]
         if isinstance(bare, Fence) and len(missing) < len(needs):
-            missing = []  # it waits for whatever was sent
+            # A fence waits for whatever was sent before it, so one send is enough.
+            missing = []
         if missing or (bare in done and not isinstance(bare, Fence)):
             shown = _shown(missing[0], num_stages > program.num_ranks) if missing else ""
             problem = (
@@ -251,7 +255,7 @@ def check_needs(
 
 
 def _bare(rank: int, effect: Effect) -> Effect:
-    """The effect without its schema, and with its stage."""
+    """The effect without its schema, and with its stage filled in."""
     if isinstance(effect, Send | Recv):
         return attrs.evolve(effect, schema=None, stage=stage_sent(Step(rank, effect)))
     if isinstance(effect, Broadcast):
@@ -260,7 +264,7 @@ def _bare(rank: int, effect: Effect) -> Effect:
 
 
 def _shown(effect: Effect, interleaved: bool) -> Effect:
-    """The effect as the programs write it: without the stage where a rank has only one."""
+    """The effect as programs write it: without the stage if each rank has only one."""
     if isinstance(effect, Send | Recv) and not interleaved:
         return attrs.evolve(effect, stage=None)
     return effect
@@ -269,7 +273,7 @@ def _shown(effect: Effect, interleaved: bool) -> Effect:
 def _needs(
     program: Program, effect: Effect, returning: frozenset[int], num_stages: int
 ) -> Iterator[Effect]:
-    """The effects that must stand before an effect; for a fence, one of them must."""
+    """The effects that must come before an effect. For a fence, any one of them is enough."""
     rank = program.rank
     ranks = program.num_ranks
     mb = effect.microbatch
@@ -296,8 +300,8 @@ def _needs(
 
 
 def _out(program: Program, stage: int, mb: int, num_stages: int) -> Effect:
-    """The effect by which a result leaves its rank, or by which the next stage of the rank takes
-    it."""
+    """The effect that consumes a stage's result: the one that sends it, or the next stage's run if
+    that is on the same rank."""
     if stage == num_stages - 1:
         return Broadcast(program.num_ranks - 1, mb)
     if program.num_ranks == 1:
@@ -306,9 +310,9 @@ def _out(program: Program, stage: int, mb: int, num_stages: int) -> Effect:
 
 
 def check_buffers(program: Program, buffers: int, num_stages: int) -> Iterator[ProgramError]:
-    """An error for each stage that overwrites a result that is still to be sent or read, or that
-    may still be in flight: only a fence says that it is not. The program has passed `check_needs`.
-    """
+    """An error for each run of a stage that overwrites a result too early: before the result was
+    sent or read, or while it may still be in flight (which only a fence rules out). The program
+    must have passed `check_needs`."""
     effects = [_bare(program.rank, effect) for effect in program.effects]
     places = defaultdict[Effect, list[int]](list)
     for place, effect in enumerate(effects):
@@ -318,6 +322,7 @@ def check_buffers(program: Program, buffers: int, num_stages: int) -> Iterator[P
         runs = [
             (place, e) for place, e in enumerate(effects) if isinstance(e, Run) and e.stage == stage
         ]
+        # With `buffers` results held, each run overwrites the result of the run `buffers` earlier.
         for (_, old), (place, new) in zip(runs, runs[buffers:], strict=False):
             uses = _uses(program, places, stage, old.microbatch, num_stages)
             late = next(
@@ -333,21 +338,23 @@ def check_buffers(program: Program, buffers: int, num_stages: int) -> Iterator[P
 def _uses(
     program: Program, places: Mapping[Effect, list[int]], stage: int, mb: int, num_stages: int
 ) -> Iterator[tuple[Effect, int]]:
-    """The uses of a result, each with the place from which on it must stand."""
+    """The uses of a result, each with the first index at which it counts."""
     out = _out(program, stage, mb, num_stages)
     if out not in places:
         return
     yield out, 0
     if not isinstance(out, Run):
+        # A fence before the send would not wait for it.
         yield Fence(mb), places[out][0]
+    # An advance reads the output from the stage's own buffer.
     if isinstance(out, Broadcast) and Run("advance", mb) in places:
-        yield Run("advance", mb), 0  # an advance reads the output where the stage left it
+        yield Run("advance", mb), 0
 
 
 def check_channels(programs: Sequence[Program]) -> Iterator[ProgramError]:
-    """An error for two ranks between which messages of both kinds, of stages and outputs that
-    return, are received in another order than they are sent: processes have one channel from a rank
-    to another."""
+    """An error for each pair of ranks that receives messages of both kinds (results of stages, and
+    outputs that return) in another order than they are sent. The abstract machine has a queue for
+    each kind, but processes have one channel from one rank to another."""
     sent = defaultdict[tuple[int, int], list[Step]](list)
     taken = defaultdict[tuple[int, int], list[Step]](list)
     for step in (Step(program.rank, effect) for program in programs for effect in program.effects):
@@ -375,19 +382,21 @@ def _refused(program: Program, problem: str, instead: str) -> ProgramError:
 
 @attrs.frozen(eq=False)
 class CheckedPrograms:
-    """The programs of a run, checked when this is made, and all that ranks must agree on before
-    they perform them.
+    """The programs of a run, checked at construction, and everything that ranks must agree on
+    before they perform them.
 
     Args:
-        lane: of the ranks of a pipeline.
-        buffers: results that a stage holds before it overwrites the oldest; None: it overwrites
-            none.
-        read_sources: returns the digest of each stage's source, and of `advance`'s
-            (`source_digest`). It takes a while, and only processes compare them.
-        spans: for each rank the effects `start:stop` that this run performs; earlier runs have
-            performed those before, and later runs perform those after. None: all effects.
-        mesh: each of whose lanes performs the programs (`weft.transforms.pipelines.lanes`); None:
-            there is one lane.
+        lane: the programs of the ranks of one pipeline.
+        buffers: the number of results that a stage holds before it overwrites the oldest one. None:
+            it never overwrites a result.
+        read_sources: returns the digests of the sources of each stage and of `advance`
+            (`source_digest`). A function, because digests take a while and only processes compare
+            them.
+        spans: for each rank, the effects `start:stop` that this run performs. Earlier runs have
+            performed the effects before them, and later runs perform those after. None: all
+            effects.
+        mesh: the mesh, of which each lane performs the programs
+            (`weft.transforms.pipelines.lanes`). None: there is one lane.
     """
 
     lane: tuple[Program, ...]
@@ -419,7 +428,7 @@ class CheckedPrograms:
 
     @functools.cached_property
     def num_stages(self) -> int:
-        """The number of stages of the programs."""
+        """The number of stages, on all ranks together."""
         return count_stages(self.lane)
 
     @functools.cached_property
@@ -459,13 +468,13 @@ class CheckedPrograms:
 
     @functools.cached_property
     def leaves_messages(self) -> bool:
-        """Whether messages that a later run receives are still under way when this run is over."""
+        """Whether this run ends with messages still under way, which a later run receives."""
         machine = Machine(self.programs)
         machine.place([self.span(rank)[1] for rank in range(len(self.programs))])
         return any(machine.queues.values())
 
     @property
     def lends(self) -> bool:
-        """Whether results are lent: the sender overwrites them later, so that a receiver, whose
-        stage may keep or return what it got, must copy them."""
+        """Whether results are lent: the sender overwrites them later, so a receiver must copy them,
+        since its stage may keep or return them."""
         return self.buffers is not None

@@ -1,8 +1,8 @@
-"""Lanes: on a mesh, each place along the other axes has a pipeline of its own, and all of them run
-one program.
+"""Lanes: on a mesh, each position along the other axes has a separate pipeline, its lane, and all
+lanes run the same programs.
 
-The ranks of a stage, one from each lane, share its layers: between them there are collectives,
-inside its runs.
+The ranks of a stage, one from each lane, share its layers. They communicate by collectives inside
+the runs of the stage.
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ PIPELINE = "pipeline"
 
 
 def pipeline_mesh(mesh_like: Any, num_ranks: int, call: str) -> Mesh | None:
-    """The mesh of a pipeline of `num_ranks` ranks; None: it has no lanes.
+    """The mesh of a pipeline of `num_ranks` ranks; None if `mesh_like` is None (one lane).
 
     Raises:
-        MeshError: not a mesh.
-        ProgramError: as many ranks along another axis, or another number of ranks along this one.
+        MeshError: `mesh_like` is not a mesh.
+        ProgramError: the axis `pipeline` (of size 1 if missing) does not have size `num_ranks`.
     """
     if mesh_like is None:
         return None
@@ -39,14 +39,14 @@ def pipeline_mesh(mesh_like: Any, num_ranks: int, call: str) -> Mesh | None:
 
 
 def lane_rank(mesh: Mesh | None, rank: int) -> int:
-    """The place of a rank in its lane."""
+    """The number of a rank within its lane."""
     if mesh is None:
         return rank
     return mesh.coordinates(rank)[PIPELINE]
 
 
 def spread(programs: Sequence[Program], mesh: Mesh | None) -> tuple[Program, ...]:
-    """The programs of all ranks of a mesh, from those of one lane.
+    """The programs of all ranks of a mesh, made from the programs of one lane.
 
     >>> from weft.transforms import Job, make_programs
     >>> for program in spread(make_programs(2, [Job()]), Mesh(pipeline=2, tensor=2))[1::2]:
@@ -74,7 +74,7 @@ def spread(programs: Sequence[Program], mesh: Mesh | None) -> tuple[Program, ...
 
 
 def _moved(effect: Effect, rank: int, lane: tuple[int, ...]) -> Effect:
-    """An effect of a lane's rank, with the numbers that its ranks have in the mesh."""
+    """An effect of a rank in a lane, with ranks renumbered from the lane to the mesh."""
     match effect:
         case Send(to):
             return attrs.evolve(effect, to=lane[to], stage=stage_sent(Step(rank, effect)))

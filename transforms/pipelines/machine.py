@@ -1,10 +1,10 @@
-"""The abstract machine: programs under way on queues that hold a few messages, without what they
-compute.
+"""The abstract machine: runs programs on queues that hold a few messages, without computing
+anything.
 
-Every rank performs its effects in order, and each edge is a queue of `capacity` messages; what
-stages send and what returns have queues of their own. A send waits while its queue is full, a
-receive while it is empty, and a fence until its messages were received. A collective waits until
-all its ranks are there.
+Every rank performs its effects in order, and each edge is a queue of `capacity` messages. Results
+that stages send and outputs that return have separate queues. A send waits while its queue is full,
+a receive while it is empty, and a fence until its messages were received. A collective waits until
+all its ranks have reached it.
 """
 
 from collections import Counter, deque
@@ -32,8 +32,8 @@ _TOGETHER = (
 
 @attrs.frozen
 class Edge:
-    """A queue from one rank to another, for what stages send or for what returns from the last
-    stage."""
+    """A queue from one rank to another, either for the results that stages send or for the outputs
+    that return from the last stage."""
 
     source: int
     to: int
@@ -142,8 +142,8 @@ class Machine:
         self._meetings = [_meetings(program) for program in self.programs]
 
     def place(self, at: Sequence[int]) -> None:
-        """Move each rank to where it has performed `at[rank]` effects; an edge then holds what was
-        sent and not received."""
+        """Move each rank to where it has performed `at[rank]` effects. An edge then holds the
+        messages that were sent but not received."""
         self.at = list(at)
         done = [
             Step(p.rank, e)
@@ -167,7 +167,7 @@ class Machine:
         return None
 
     def blockers(self, step: Step) -> tuple[int, ...]:
-        """The ranks that must move before this can."""
+        """The ranks that must move before this effect can run."""
         edge = takes(step)
         if edge is not None:
             if self.queues.get(edge):
@@ -190,10 +190,11 @@ class Machine:
         return tuple(edge.to for edge in full)
 
     def _meeting(self, step: Step) -> dict[int, int | None]:
-        """For each rank of a collective, the place of its effect that meets this one, the next one
-        of this rank; None: it has none."""
+        """For each rank of a collective, the index of the effect with which it takes part in it;
+        None if it has no such effect. `step` must be the next effect of its rank."""
         effect = step.effect
         assert isinstance(effect, Collective), "others meet nobody"
+        # As in NCCL, the n-th collectives of a group's ranks belong together.
         number = self._meetings[step.rank][effect.ranks].index(self.at[step.rank])
         places_by_rank = {
             rank: self._meetings[rank].get(effect.ranks, ())
@@ -206,7 +207,7 @@ class Machine:
         }
 
     def _match(self, step: Step) -> None:
-        """Raise ProgramError if the ranks of a collective meet for different ones."""
+        """Raise ProgramError if the ranks of a collective perform different collectives."""
         effect = step.effect
         if not isinstance(effect, Collective):
             return
@@ -225,8 +226,8 @@ class Machine:
         """Run one effect.
 
         Raises:
-            ProgramError: it receives a message of another micro-batch, schema or kind than it
-                expects, or meets another collective.
+            ProgramError: the effect receives a message of another micro-batch, stage or schema than
+                it expects, or another rank of the collective performs a different one.
         """
         self._match(step)
         edge = takes(step)
@@ -243,8 +244,8 @@ class Machine:
         self.at[step.rank] += 1
 
     def stray(self) -> ProgramError | None:
-        """The error for a collective whose ranks are not different ones of these programs, its own
-        among them, or which its tensor's shape does not allow; None if there is none."""
+        """The error for an impossible collective; None if there is none. Its ranks must be distinct
+        ranks of these programs and include its own rank, and its tensor's shape must allow it."""
         for rank, (program, meetings) in enumerate(zip(self.programs, self._meetings, strict=True)):
             for effect in program.effects:
                 if isinstance(effect, Collective) and (mistake := impossible(effect)):
@@ -259,7 +260,7 @@ class Machine:
         return None
 
     def leftover(self) -> ProgramError | None:
-        """The error for a message that was sent and that nobody receives; None if there is none."""
+        """The error for a message that was sent and is never received; None if there is none."""
         edge = next((edge for edge, queue in self.queues.items() if queue), None)
         if edge is None:
             return None
@@ -267,13 +268,16 @@ class Machine:
         return ProgramError(self.call, f"{self.queues[edge][0]} is never received", instead)
 
     def deadlock(self) -> ProgramError:
-        """The error for programs that cannot go on: ranks wait for each other, or for one that is
-        at its end."""
+        """The error for programs that cannot go on: ranks wait for each other, or for a rank that
+        is at its end."""
         rank = next(r for r in range(len(self.programs)) if self.next(r) is not None)
+        # Follow the waits from any blocked rank: they lead to a rank that is at its end, or into a
+        # cycle.
         chain = list[Step]()
         while (step := self.next(rank)) is not None and step not in chain:
             chain.append(step)
             rank = self.blockers(step)[0]
+        # The ranks before the cycle wait for it without being part of it.
         if step is None:
             links = chain
         else:
@@ -293,7 +297,7 @@ class Machine:
 
 
 def _meetings(program: Program) -> dict[tuple[int, ...], list[int]]:
-    """The places of a rank's collectives, by the ranks that take part."""
+    """The indices of a rank's collectives, by the ranks that take part."""
     meetings = dict[tuple[int, ...], list[int]]()
     for index, effect in enumerate(program.effects):
         if isinstance(effect, Collective):
@@ -305,17 +309,17 @@ def interleave(programs: Sequence[Program], *, capacity: int = 1) -> Iterator[St
     """The effects of all ranks in an order in which one process can run them.
 
     Raises:
-        ProgramError: a receive meets a message of another micro-batch or schema, no rank can go on,
-            a message is left over, or a collective is not among ranks of these programs, its own
-            included.
+        ProgramError: a receive gets a message of another micro-batch, stage or schema; no rank can
+            go on; a message is left over; or a collective is not among ranks of these programs that
+            include its own.
     """
     machine = Machine(programs, capacity)
     if (stray := machine.stray()) is not None:
         raise stray
     while steps := machine.ready():
-        for (
-            step
-        ) in steps:  # a step that is ready stays ready: only its own rank takes from its queues
+        # All ready steps can run without asking again: a move of another rank never blocks them,
+        # since each queue has one reader and one writer.
+        for step in steps:
             machine.move(step)
             yield step
     waits = any(machine.next(rank) is not None for rank in range(len(programs)))

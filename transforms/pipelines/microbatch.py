@@ -23,23 +23,24 @@ def microbatch(step: F, parts: int) -> F:
     """Run a step `(params, state, batch) -> (state, out)` on at most `parts` parts of its batch,
     and thread the state through.
 
-    That changes nothing if the step is separable by rows: what it returns for a request (for plain
-    tensors, a row) depends only on that request, the params and the state of that request, and
-    every output tensor holds one entry per request or token. The state must have an entry per
+    The results stay the same if the step is separable by rows: what it returns for a request (for
+    plain tensors, a row) depends only on that request, the params and the state of that request,
+    and every output tensor holds one entry per request or token. The state must have an entry per
     request, or be a sum over requests. It must not be a mean over the batch, or a running mean that
-    is updated once per step, since the step runs once per part. Sizes are checked (`join`);
-    separability cannot be: a `batch.sum(0)` with as many columns as a part has rows is joined, and
-    wrong.
+    is updated once per step, since the step runs once per part. Sizes are checked (`join`), but
+    separability cannot be: a `batch.sum(0)` with as many columns as a part has rows is joined
+    without an error, and the result is wrong.
 
     Args:
         step: the step.
-        parts: at least 1. A batch of fewer requests is cut into one part per request.
-            `weft.transforms.split` says how batches are cut, also those of your own classes; one
-            part takes any batch.
+        parts: at least 1. A batch of fewer requests is split into one part per request.
+            `weft.transforms.split` describes how batches are split, including custom batch classes.
+            With `parts=1`, any batch works.
 
     Raises:
-        ProgramError: `parts` is not such a number, or the step does not return `(state, out)`.
-        DescriptorError: a batch that cannot be cut, or outputs that cannot be joined.
+        ProgramError: `parts` is not a whole number >= 1, or the step does not return
+            `(state, out)`.
+        DescriptorError: a batch that cannot be split, or outputs that cannot be joined.
         DonatedError: at a call, an argument that was donated before.
 
     >>> import torch
@@ -57,7 +58,7 @@ def microbatch(step: F, parts: int) -> F:
         batches = split(batch, parts)
         for part in batches:
             state, out = check_pair(call, step(params, state, part), "(state, out)")
-            # The next part overwrites a lent result
+            # The step overwrites a lent result when it runs on the next part.
             outputs.append(clone(out) if lends(step) else out)
         return clone(state) if lends_state(step) else state, join(outputs, batches, batch)
 
@@ -65,8 +66,8 @@ def microbatch(step: F, parts: int) -> F:
 
 
 def lends_state(step: Callable[..., Any]) -> bool:
-    """Whether the next call of a step or a stage may overwrite the state that this one returns. A
-    donated state is kept in its own storage."""
+    """Whether the next call of a step or stage may overwrite the state that this call returns. It
+    does not if the state is donated: a donated state stays in its own storage."""
     return lends(step) and not donated_argnames(step)
 
 
@@ -80,8 +81,8 @@ def after_first(tree: Any) -> Any:
 
 
 def class_of(batch: Any) -> Any:
-    """The class of a batch, on which all ranks must agree: its descriptor; without one, its
-    tensors' schema."""
+    """The class of a batch, on which all ranks must agree: its descriptor, or the schema of its
+    tensors if it has no descriptor."""
     descriptors = find_descriptors(batch)
     if descriptors:
         return descriptors[0]
@@ -89,16 +90,16 @@ def class_of(batch: Any) -> Any:
 
 
 def class_text(batch: Any) -> str:
-    """The class of a batch (or of a value with a field `batch`) as text, which also says whether
-    logprobs of targets come back. All ranks must agree on it, and the layout of the batch's
-    messages follows from it."""
+    """The class of a batch (or of a value with a field `batch`) as text, including whether the
+    batch asks for logprobs of targets. All ranks must agree on this text, and the layout of the
+    batch's messages follows from it."""
     targets = getattr(getattr(batch, "batch", batch), "targets", None)
     return f"{class_of(batch)}{'' if targets is None else ', with targets'}"
 
 
 @runtime_checkable
 class Repeats(Protocol):
-    """A step that repeats itself better than one call after the other would, as a pipeline does."""
+    """A step that has a faster way to repeat itself than separate calls, as a pipeline does."""
 
     def repeat(self, params: Any, state: Any, batch: Any, length: int, /) -> tuple[Any, list[Any]]:
         """The state after `length` steps on the same batch, and the output of each."""
@@ -113,8 +114,8 @@ class Repeats(Protocol):
 def scan(
     step: Callable[[Any, Any, Any], tuple[Any, Any]], length: int
 ) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
-    """Run a step `length` times on the same batch, and thread the state through. That is a decode
-    loop: a decode batch only names rows of the state, and the state holds their last tokens.
+    """Run a step `length` times on the same batch, and thread the state through. This makes a
+    decode loop: a decode batch only names rows of the state, and the state holds their last tokens.
 
     Args:
         step: `(params, state, batch) -> (state, out)`. A pipeline overlaps its stages: its
@@ -122,9 +123,9 @@ def scan(
         length: at least 1.
 
     Returns:
-        A step `(params, state, batch) -> (state, outs)`, where `outs` is the list of what each step
-        returned. They are not stacked, as `jax.lax.scan` does, so that their dimensions keep the
-        names by which a ladder pads and unpads.
+        A step `(params, state, batch) -> (state, outs)`, where `outs` lists the output of each
+        step. Unlike in `jax.lax.scan`, the outputs are not stacked, so that their dimensions keep
+        the names by which a ladder pads and unpads.
 
     Raises:
         ProgramError: a length that is not a whole number >= 1, or a step that is not a function to
@@ -145,7 +146,7 @@ def scan(
         outs = []
         for _ in range(length):
             state, out = check_pair(call, step(params, state, batch), "(state, out)")
-            # The next step overwrites a lent result
+            # The step overwrites a lent result when it runs again.
             outs.append(clone(out) if lends(step) else out)
         return clone(state) if lends_state(step) else state, outs
 

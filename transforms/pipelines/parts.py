@@ -1,5 +1,5 @@
-"""The parts of a batch: `split` cuts it into whole requests or rows, and `join` joins what a step
-returned for each."""
+"""Parts of a batch: `split` cuts a batch into whole requests or rows, and `join` joins the step's
+outputs for the parts."""
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,38 +44,39 @@ _OTHER_STRUCTURE: Mistake = (
 
 @runtime_checkable
 class Splits(Protocol):
-    """A batch whose class says how it is split. It may also have a method `join(outputs)`, which is
-    called on the whole batch with the outputs of its parts and returns the output of the whole."""
+    """A batch whose class defines how it is split. It may also have a method `join(outputs)`, which
+    is called on the whole batch with the outputs of its parts and returns the whole output."""
 
     def split(self, parts: int, /) -> tuple[Self, ...]:
-        """At least one and at most `parts` batches, in order."""
+        """The parts, in order: at least one and at most `parts` batches."""
 
 
 def split(batch: Any, parts: int) -> tuple[Any, ...]:
     """Cut a batch into at most `parts` parts, whose numbers of requests (or rows) differ by at most
     one.
 
-    1. If `parts` is 1, the batch is the only part, whatever it is.
-    2. A class with a method `split(parts)`, such as `weft.Batch`, cuts itself.
-    3. A class whose fields name one axis (`weft.axes`) is cut along it. If they name two, one
-       integer field with `axes("first+1")` must hold the start of each entry in the second axis,
-       and the end of the last.
-    4. In all other trees, also in attrs classes, dataclasses and mappings, tensors are cut along
-       their first dimensions, which must agree.
+    1. If `parts` is 1, the batch itself is the only part, whatever its class.
+    2. A batch whose class has a method `split(parts)`, such as `weft.Batch`, is cut by it.
+    3. A batch whose fields name one axis (`weft.axes`) is cut along this axis. If they name two
+       axes, one integer field with `axes("first+1")` must hold, for each entry of the first axis,
+       its start in the second axis, followed by the end of the last entry.
+    4. In all other trees, including attrs classes, dataclasses and mappings, tensors are cut along
+       their first dimensions, which must be equal.
 
-    A field that names no axis, in a class where others do, goes to every part; so do Python values.
-    The steps that run on the parts must be separable by what is cut (see `microbatch`).
+    If some fields of a class name axes, its other fields go to every part unchanged, as do Python
+    values. The steps that run on the parts must be separable by the entries that are cut (see
+    `microbatch`).
 
     Args:
         batch: the batch.
         parts: at least 1. A batch of fewer requests is cut into one part per request.
 
     Raises:
-        DescriptorError: a batch that cannot be cut, or a method `split` that returns something
-            else.
-        CaptureError: inside a captured function, a batch whose tensors say where it is cut, as
-            those of a ragged `Batch`. Cut only uniform batches there, or capture the parts
-            (`pipeline(map(graphify, stages))`).
+        DescriptorError: a batch that cannot be cut, or a method `split` that does not return 1 to
+            `parts` batches.
+        CaptureError: inside a captured function, a batch that must be cut at the values of a
+            tensor, such as a ragged `Batch`. Cut only uniform batches there, or capture the stages
+            instead (`pipeline(map(graphify, stages))`).
         DonatedError: a tensor was donated before.
 
     >>> from weft.batch import Batch
@@ -87,7 +88,8 @@ def split(batch: Any, parts: int) -> tuple[Any, ...]:
     if not is_int(parts, 1):
         raise DescriptorError(f"split(batch, {parts!r})", f"parts={parts!r}", COUNT[1])
     call = f"split(<{type(batch).__name__}>, {parts})"
-    refuse_donated_in(call, batch=batch)  # the parts are views, which bear no mark
+    # Check here: the parts are views, which do not carry the mark of a donated tensor.
+    refuse_donated_in(call, batch=batch)
     if parts == 1:
         return (batch,)
     if splits(batch):
@@ -96,15 +98,16 @@ def split(batch: Any, parts: int) -> tuple[Any, ...]:
         return tuple((_split_named if sized_fields(batch) else _split_rows)(call, batch, parts))
     except WeftError:
         raise
-    except Exception as error:  # of a class that refuses the values of a part
+    except Exception as error:
+        # Raised by a class that refuses the values of a part
         raise DescriptorError(
             call, f"{type(error).__name__}: {error}", _own_methods(batch)
         ) from error
 
 
 def splits(batch: Any) -> bool:
-    """Whether the class of a batch has a method `split` for it. Those of tensors and texts do
-    something else."""
+    """Whether the class of a batch has a `split` method in the sense of `Splits`. The methods
+    `split` of tensors and strings do something else."""
     return isinstance(batch, Splits) and not isinstance(batch, type | Tensor | str | bytes)
 
 
@@ -121,7 +124,7 @@ def _checked(returned: Any, kind: str, parts: int) -> tuple[Any, ...]:
 
 
 def _own_methods(batch: Any) -> str:
-    """The remedy that always works."""
+    """The remedy that works for every batch, as text for an error."""
     if type(batch).__module__ == "builtins":
         kind = "a class of your own"
     else:
@@ -174,8 +177,8 @@ def _split_named(call: str, batch: Any, parts: int) -> Iterator[Any]:
 
 
 def _check_sizes(call: str, batch: Any, descriptor: Any) -> dict[str, int]:
-    """The sizes of a batch's axes. Raises DescriptorError if it has two descriptors, or a tensor
-    has another size."""
+    """The sizes of a batch's axes. Raises DescriptorError if the batch has two descriptors, if a
+    tensor's size differs from its axis, or if the descriptor has a size that no field names."""
     if len(find_descriptors(batch)) > 1:
         raise DescriptorError(
             call, "two descriptors in one batch", "one descriptor for all of its fields"
@@ -201,8 +204,8 @@ def _check_sizes(call: str, batch: Any, descriptor: Any) -> dict[str, int]:
 
 
 def _field_of_starts(batch: Any) -> tuple[str, str, str] | None:
-    """The one integer field that follows one of two axes, and one more: its name, that axis and the
-    other one."""
+    """The one integer field of starts, which has the size of one of two axes plus 1. Returns its
+    name, that axis and the other axis."""
     fields = {name: (getattr(batch, name), spec.dims) for name, spec in sized_fields(batch).items()}
     candidates = [
         (name, dims[0].removesuffix("+1"))
@@ -251,8 +254,8 @@ def _common_length(call: str, tree: Any) -> int:
 
 
 def _check_values(call: str, batch: Any, count: int) -> None:
-    """Raise DescriptorError for leaves that are not tensors and look like rows: every part would
-    get all of them."""
+    """Raise DescriptorError for leaves that look like rows but are not tensors, since every part
+    would get all of them."""
     for name, leaf in leaves_with_names(opened(batch), is_leaf=_is_list_of_values):
         problem = ""
         instead = "a tensor; or a tuple, if every part takes all of it"
@@ -274,22 +277,24 @@ def _is_list_of_values(node: Any) -> bool:
 
 
 def join(outputs: Sequence[Any], parts: Sequence[Any], batch: Any = None) -> Any:
-    """Join the outputs of the parts of a batch, by the batch's own `join(outputs)`; without one,
-    sized fields along their named dimension, and other tensors along the first.
+    """Join the outputs of the parts of a batch, by the batch's method `join(outputs)` if it has
+    one; otherwise join fields with axes along their named dimension, and other tensors along the
+    first dimension.
 
     Every tensor must hold one entry per request (for plain tensors, per row) or per token of its
-    part; for a class of your own, per entry of an axis that it names. Only sizes are checked: a sum
-    over 2 rows of 2 columns has the size of a result for 2 rows, and is joined as one.
+    part. For a custom class, it must hold one entry per entry of an axis that the class names. Only
+    sizes are checked: a sum over 2 rows of 2 columns has the size of a result for 2 rows, and is
+    joined as if it were one.
 
     Args:
         outputs: the step's output for each part.
         parts: the parts.
-        batch: the batch that was split. Only a class with a method `join` needs it.
+        batch: the batch that was split. Needed only if its class has a method `join`.
 
     Raises:
-        DescriptorError: the outputs have different structures, hold another descriptor than their
-            part's, or hold a leaf whose size is not the part's number of requests or tokens: a
-            loss, a parameter, a Python value.
+        DescriptorError: the outputs have different structures, hold a descriptor that is not their
+            part's, or hold a leaf whose size is not the part's number of requests or tokens, such
+            as a loss, a parameter or a Python value.
         DonatedError: an output was donated before.
     """
     refuse_donated_in("join(outputs, parts)", outputs=outputs)
@@ -341,8 +346,8 @@ def join(outputs: Sequence[Any], parts: Sequence[Any], batch: Any = None) -> Any
 
 
 def _sizes_of(parts: Sequence[Any], descriptors: Sequence[Sequence[Any]]) -> list[dict[str, int]]:
-    """For each part the sizes that an output for it may have, by axis; by an empty name if there is
-    no axis."""
+    """For each part, the sizes that its output may have, by axis; the axis is "" if the part names
+    none."""
     first = parts[0]
     if not all(sized_fields(part) for part in parts):
         return [{"": _common_length("join", part)} for part in parts]
@@ -351,7 +356,7 @@ def _sizes_of(parts: Sequence[Any], descriptors: Sequence[Sequence[Any]]) -> lis
             axis_sizes(part, part_descriptors[0] if part_descriptors else None)
             for part, part_descriptors in zip(parts, descriptors, strict=True)
         ]
-    # The same in all parts, whose descriptors have their sizes
+    # Parts of one class have the same axes, and their descriptors hold the sizes.
     names = axis_sizes(first, descriptors[0][0])
     return [
         {name: getattr(part_descriptors[0], name) for name in names}
@@ -360,9 +365,11 @@ def _sizes_of(parts: Sequence[Any], descriptors: Sequence[Sequence[Any]]) -> lis
 
 
 def _join_starts(starts: Sequence[Tensor]) -> Tensor:
-    """The starts of the parts' entries in the whole, from those in each part."""
+    """The starts of all entries in the whole batch, from their starts within each part."""
     joined = [starts[0]]
     for part_starts in starts[1:]:
+        # A part's starts begin with 0 and end with its length, so the last value so far is the
+        # offset of the next part.
         joined.append(part_starts[1:] + joined[-1][-1:])
     return torch.cat(joined)
 
@@ -370,8 +377,8 @@ def _join_starts(starts: Sequence[Tensor]) -> Tensor:
 def _mistake_in_leaf(
     name: str, leaf: Any, spec: Axes | None, dim: int, sizes: Mapping[str, int]
 ) -> Mistake | None:
-    """The mistake in a leaf of the output of a part of these sizes: along `dim` it has another
-    size."""
+    """The mistake in a leaf of a part's output, if its size along `dim` is none of the part's sizes
+    (or only that of its axis, if it names one); None if there is no mistake."""
     if leaf is None:
         return None
     axis = None if spec is None else spec.name(dim)
@@ -394,8 +401,8 @@ def _mistake_in_leaf(
 def _whole(
     call: str, descriptors: Sequence[Sequence[Any]], sizes: Sequence[Mapping[str, int]], batch: Any
 ) -> Any:
-    """The descriptor of the batch whose parts have these descriptors and sizes; None if they have
-    none."""
+    """The descriptor of the whole batch, computed from the descriptors and sizes of its parts; None
+    if the parts have no descriptors."""
     if not all(descriptors):
         return None
     whole = resized(

@@ -1,9 +1,9 @@
-"""`pipeline`: makes stages one step. Each rank performs a program of effects, checked before the
-first tensor moves.
+"""`pipeline`: joins stages into one step. Each rank performs a program of effects, which is checked
+before the first tensor moves.
 
-A transport (`transports`) executes the programs: its `run` has each rank's worker
-(`worker.Worker.perform`) perform the effects in order, and the worker gives every send and receive
-to the transport's link.
+A transport (`transports`) executes the programs. In its `run`, each rank's worker
+(`worker.Worker.perform`) performs the effects in order, and passes every send and receive to the
+transport's link.
 """
 
 import copy
@@ -67,6 +67,8 @@ from weft.trees import leaves_with_names
 Stage = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 Advance = Callable[[Any, Any, Any], Any]
 
+# The cache of checked programs is emptied at this size: without a limit, a stream that keeps
+# bringing new mixtures of jobs would fill the memory.
 _MAX_PROGRAMS = 1024
 
 
@@ -77,13 +79,14 @@ def compose(
     equal it.
 
     Args:
-        stages: each `(params, state, batch, x) -> (state, y)`; x is None on the first, then the y
-            of the one before.
-        advance: `(state, batch, out) -> state`, run for every stage with the last one's output.
+        stages: each `(params, state, batch, x) -> (state, y)`. x is None for the first stage, and
+            the y of the previous stage for all others.
+        advance: `(state, batch, out) -> state`, called for every stage with the last stage's
+            output.
 
     Returns:
         A step `(params, state, batch) -> (state, out)`, where params and state have one entry per
-        stage. The new state is a list if the given one is, or else a tuple.
+        stage. The new state is a list if the old state is a list; otherwise it is a tuple.
     """
     stages = check_stages("compose", stages)
 
@@ -118,11 +121,11 @@ def _donations(stages: Sequence[Stage], advance: Advance | None) -> tuple[str, .
 
 
 def _with_own_results(stages: Sequence[Stage]) -> Iterator[Stage]:
-    """The stages, each with results of its own: a function that lends its results and is several
-    stages is copied, because the stages may run at the same time.
+    """The stages, without result buffers in common. A function that lends its results is copied if
+    it is used for several stages, because these may run at the same time.
 
     Raises:
-        ProgramError: it cannot be copied.
+        ProgramError: such a function cannot be copied.
     """
     used_ids: set[int] = set()
     for index, stage in enumerate(stages):
@@ -130,6 +133,7 @@ def _with_own_results(stages: Sequence[Stage]) -> Iterator[Stage]:
             separate_stage = copy.copy(stage)
         else:
             separate_stage = stage
+        # `copy.copy` returns the same object for a plain function.
         if id(separate_stage) in used_ids and lends(stage):
             seen_text = (
                 f"stage {index} is an earlier stage too, and lends its results, which the other"
@@ -142,7 +146,7 @@ def _with_own_results(stages: Sequence[Stage]) -> Iterator[Stage]:
 
 
 def _sources(stages: Sequence[Stage], advance: Advance | None) -> tuple[str, ...]:
-    """What ranks compare of the functions."""
+    """Digests of the stages' and of `advance`'s source code, which the ranks compare."""
     digests = (source_digest(f"stage {index}", stage) for index, stage in enumerate(stages))
     return *digests, "advance: none" if advance is None else source_digest("advance", advance)
 
@@ -165,7 +169,8 @@ class Pipelined:
         self.transport = transport
         self._advance = advance
         self._schema = schema
-        # A stage that lends its results overwrites them when it runs again, so each needs a fence.
+        # A stage that lends its results overwrites them when it runs again. A fence must come
+        # first, so that a result is not overwritten while it is being sent.
         self._buffers = 1 if any(map(lends, self.stages)) else None
         self._text = f"pipeline(<{len(self.stages)} stage{'s' * (len(self.stages) > 1)}>)"
         self._schedule = schedule
@@ -179,16 +184,18 @@ class Pipelined:
             for rank in ranks
             if index % self._num_ranks == lane_rank(self.mesh, rank)
         ]
+        # If the ranks are in several processes, each process must return the output to its caller.
         self._returns = advance is not None or len(ranks) < self._all_ranks
         self._read_sources = functools.cache(functools.partial(_sources, self.stages, advance))
         self._checked_by_key: dict[Any, CheckedPrograms] = {}
         self._has_compared = False
         self.__weft_donates__ = _donations(self.stages, advance)
         self.__name__ = f"pipeline of {len(self.stages)} stages"
+        # Only for its check: a wrong schedule is refused here rather than at the first call.
         self.programs()
 
     def placed(self) -> AbstractContextManager[None]:
-        """The context in which a stage runs in this process, for calls of it outside the pipeline."""
+        """The context in which this process can call a stage outside the pipeline."""
         member = self.transport.member
         if self.mesh is None or member is None:
             return nullcontext()
@@ -200,8 +207,8 @@ class Pipelined:
         return any(index == 0 for index, _ in self._here)
 
     def programs(self, microbatches: int | None = None) -> tuple[Program, ...]:
-        """The checked program of each rank, for so many micro-batches (None: the pipeline's own
-        number)."""
+        """The checked program of each rank for the given number of micro-batches (None: the number
+        that `pipeline` was called with)."""
         if microbatches is None:
             microbatches = self.microbatches
         check_count(f"{self._text}.programs({microbatches!r})", "microbatches", microbatches)
@@ -218,6 +225,7 @@ class Pipelined:
                 put_classes(self._make_programs(jobs), classes, self._schema, self._text)
             )
             checked = CheckedPrograms(programs, self._buffers, self._read_sources, spans, self.mesh)
+            # `make_programs` runs all jobs by construction; other schedules might not.
             if self._schedule is not make_programs:
                 counts = len(self.stages), self._num_ranks
                 refuse_other_work(
@@ -227,7 +235,7 @@ class Pipelined:
         return checked
 
     def _make_programs(self, jobs: Sequence[Job]) -> Sequence[Program]:
-        """The programs of the schedule, of whatever it made; they are not yet checked."""
+        """The schedule's programs, not yet checked by `CheckedPrograms`."""
         if not callable(self._schedule):
             return self._schedule
         advances = self._advance is not None
@@ -259,17 +267,17 @@ class Pipelined:
         batches: Sequence[Any],
         jobs: Sequence[Job] | None = None,
     ) -> tuple[Any, list[Any]]:
-        """Run batches in order, with the results of one call after the other, but overlap the
-        stages: each batch is a micro-batch, and waits only for the tokens of its own requests.
+        """Run batches in order, with overlapping stages but the same results as separate calls:
+        each batch is a micro-batch, and waits only for the tokens of its own requests.
 
         Args:
-            params, state: as a call takes them.
+            params, state: as for a call.
             batches: prefills, chunks of prompts and decodes in any mixture.
-            jobs: the job of each, which says what it waits for (`jobs_for`, `decode_jobs`). None:
-                the host reads the batches to find out.
+            jobs: one per batch, which says what the batch waits for (`jobs_for`, `decode_jobs`).
+                None: the host reads the batches to find out.
 
         Returns:
-            The new state, and the output for each batch; None for a batch whose job does not feed.
+            The new state, and one output per batch (None if the batch's job does not feed).
         """
         batch_list: Any = batches
         is_list = isinstance(batch_list, Sequence)
@@ -289,9 +297,9 @@ class Pipelined:
     def repeat(
         self, params: Sequence[Any], state: Sequence[Any], batch: Any, length: int
     ) -> tuple[Any, list[Any]]:
-        """Run the same batch `length` times, with the results of one call after the other, but
-        overlap the stages: the micro-batches are cohorts, each of which waits only for its own
-        tokens of the step before. `scan` calls it.
+        """Run the same batch `length` times, with overlapping stages but the same results as
+        separate calls: the micro-batches are cohorts, each of which waits only for its own tokens
+        of the previous step. `scan` calls it.
 
         Returns:
             The new state, and the output of each step.
@@ -300,6 +308,7 @@ class Pipelined:
         check_count(f"{self._text}.repeat(..., {length!r})", "length", length)
         cohorts = split(batch, self.microbatches)
         jobs: Sequence[Job] = decode_jobs(len(cohorts), length)
+        # Without `advance` no state depends on an output, so that no cohort has to wait for one.
         if self._advance is None:
             jobs = [Job(feeds=self._returns)] * len(jobs)
         states, outputs = self._run(state, workers, cohorts * length, jobs)
@@ -307,6 +316,8 @@ class Pipelined:
         return states, [join(outputs[i : i + len(cohorts)], cohorts, batch) for i in starts]
 
     def _jobs(self, batches: Sequence[Any]) -> Sequence[Job]:
+        # Only a `Batch` names its requests. Any other batch might hold a request of the previous
+        # batch, so it waits for that batch's output.
         if not all(isinstance(batch, Batch) for batch in batches):
             return [
                 Job(feeds=self._returns, after=i - 1 if i and self._returns else None)
@@ -332,7 +343,8 @@ class Pipelined:
         return in_kind(states_of(workers), state), [returned.get(mb) for mb in range(len(batches))]
 
     def _outputs(self, worker: Worker) -> dict[int, Any]:
-        """The outputs of the pipeline that a rank has, by micro-batch."""
+        """The pipeline's outputs that a rank holds, by micro-batch."""
+        # Outputs that are not broadcast stay among the results of the last stage.
         if self._returns:
             kept = {}
         else:
@@ -340,9 +352,10 @@ class Pipelined:
         return kept | worker.outputs
 
     def _compare_lanes(self, mesh: Mesh, workers: Sequence[Worker]) -> None:
-        """Raise MeshError where ranks that share the last stage return different outputs, of which
-        the caller gets one. Those on a GPU are compared in the first run alone, as the host waits
-        for them. Ranks in other processes are not compared: each returns its own."""
+        """Raise MeshError if ranks that share the last stage return different outputs, since the
+        caller gets only one of them. Outputs on a GPU are compared only in the first run, because
+        the host must wait for them. Ranks in other processes are not compared: each process
+        returns its own output."""
         if self._returns:
             end = 0
         else:
@@ -380,8 +393,7 @@ class Pipelined:
         for (index, rank), own_params, own_state in zip(self._here, params, state, strict=True):
             stage = self.stages[index]
             is_last = index == len(self.stages) - 1
-            # A graphified stage returns a copy of its own, unless it only becomes part of a graph
-            # around it.
+            # A graphified stage returns copies, except while it is traced into a surrounding graph.
             shares = bool(self.__weft_donates__) and (traced or not owns_results(stage))
             copies = lends(stage) and is_last, shares, lends_state(stage) and not traced
             by_rank[rank].append(StageRun(index, stage, own_params, own_state, *copies))
@@ -390,15 +402,14 @@ class Pipelined:
         ]
 
     def session(self, params: Sequence[Any], state: Sequence[Any]) -> Session:
-        """A stream without an end: batches are submitted a few at a time, and stages overlap across
+        """An open-ended stream: batches are submitted a few at a time, and stages overlap across
         submissions.
 
         Args:
-            params, state: as a call takes them; the state is the session's until `close()` returns
-                it.
+            params, state: as for a call. The session owns the state until `close()` returns it.
 
         Raises:
-            ProgramError: a pipeline without `advance`, to whose ranks nothing returns.
+            ProgramError: the pipeline has no `advance`, so that no output returns to its ranks.
         """
         if self._advance is None:
             call = f"{self._text}.session(params, state)"
@@ -411,9 +422,10 @@ class Pipelined:
         )
 
     def _count_running(self, jobs: Sequence[Job]) -> tuple[tuple[int, ...], int]:
-        """For each rank the number of effects to perform once these jobs are submitted, and the
-        first job that then is not over. Only the programs of `make_programs` go on where those of
-        fewer jobs ended."""
+        """For each rank, the number of effects to perform once these jobs are submitted; and the
+        first job that is then not yet over. With `make_programs`, the programs for more jobs
+        continue those for fewer jobs. Other schedules may not have this property, so each
+        submission runs to the end of its programs."""
         if self._schedule is make_programs:
             return count_running(len(self.stages), jobs, advances=True, buffers=self._buffers)
         if jobs:
@@ -452,50 +464,53 @@ def pipeline(
     schedule: Schedule | Sequence[Program] | None = None,
     mesh: Any = None,
 ) -> Pipelined:
-    """Span a step over stages: each rank has a program of Send, Recv and Run, checked and then
-    executed by a transport.
+    """Span a step over stages: each rank has a program of Send, Recv and Run, which is checked and
+    then executed by a transport.
 
     Args:
-        stages: each `(params, state, batch, x) -> (state, y)`; x is None on the first, then the y
-            of the one before. A graphified stage is a stage.
-        microbatches: the most parts that the batch is cut into (a batch of fewer requests: one per
-            request), as `weft.transforms.split` does; batches of your own classes too. With more
-            than one, the stages must be separable by rows: what they return for a request depends
-            only on that request, the params and its own part of the state, and every output holds
-            one entry per request or token. Only sizes are checked: a `batch.sum(0)` with as many
-            columns as a part has rows is joined, and wrong.
-        advance: `(state, batch, out) -> state`; if given, the last stage's output returns to every
+        stages: each `(params, state, batch, x) -> (state, y)`. x is None for the first stage, and
+            the y of the previous stage for all others. A stage may be graphified.
+        microbatches: the largest number of parts into which the batch is split (one part per
+            request if it has fewer requests). `weft.transforms.split` splits it, and can also split
+            custom batch classes. With more than one part, the stages must be separable by rows:
+            what they return for a request depends only on that request, the params and its own
+            part of the state, and every output holds one entry per request or token. Only sizes
+            are checked: a `batch.sum(0)` with as many columns as a part has rows is joined without
+            an error, and the result is wrong.
+        advance: `(state, batch, out) -> state`. If given, the last stage's output returns to every
             rank, and each rank advances its state with it.
-        schema: of what travels between two stages; if given, every value is compared with it.
-        transport: executes the programs; None: `Local()`, in this process and thread.
+        schema: the schema of the values that travel between two stages. If given, every such value
+            is compared with it.
+        transport: executes the programs. None: `Local()`, in this process and thread.
         schedule: a pure function `(num_stages, jobs, *, schema, advances, buffers) -> programs`,
-            such as `interleaved(num_ranks)`, or one that calls `weave`; or the programs themselves,
-            such as edited ones (`parse_listing`); None: `make_programs`. Stage s runs on rank s %
-            num_ranks, where num_ranks is the number of programs. They are checked before every new
-            number of micro-batches: also that they run each job, in order, after the job that it
-            waits for, and return the output of each job that feeds.
-        mesh: a `weft.Mesh` with an axis `pipeline` along which the ranks are, and others along
-            which ranks share each stage: the stage is then a function of one rank's part, as for
-            `weft.shard`. It runs on `Threads` or `Distributed`. Nothing is cut for you: params and
-            state have an entry for each rank that runs a stage here, with that rank's part, stage
-            by stage (`weft.distribute` cuts whole ones); and each rank of the first stage gets the
-            whole batch. All ranks that share the last stage must return the same output.
+            such as `interleaved(num_ranks)` or one that calls `weave`; or the programs themselves,
+            for example edited ones (`parse_listing`). None: `make_programs`. Stage s runs on rank
+            s % num_ranks, where num_ranks is the number of programs. The programs are checked for
+            every new number of micro-batches. The check includes that they run the jobs in order,
+            each after the job that it waits for, and return the output of each job that feeds.
+        mesh: a `weft.Mesh` whose axis `pipeline` holds the ranks of the pipeline. Along the other
+            axes, ranks share each stage; a stage is then a function of one rank's part, as for
+            `weft.shard`. A mesh needs the transport `Threads` or `Distributed`. Nothing is split
+            for you: params and state have one entry, stage by stage, for each rank that runs a
+            stage here, and the entry holds that rank's part (`weft.distribute` splits whole
+            params). Each rank of the first stage gets the whole batch. All ranks that share the
+            last stage must return the same output.
 
     Returns:
-        A step `(params, state, batch) -> (state, out)` over tuples with one entry for each stage
-        that runs in this
-        process: all stages with `Local` and `Threads`, this rank's with `Distributed`. Its
-        `programs(m)` are data. Lists may be given too; a list of states becomes a list of new ones.
-        Gradients pass with `Local` (`torch.func` too) and `Threads` (only `backward()`), but not
-        between processes, nor through the collectives of a mesh.
+        A step `(params, state, batch) -> (state, out)`, where params and state are tuples with one
+        entry for each stage that runs in this process: all stages with `Local` and `Threads`, this
+        rank's stages with `Distributed`. Its `programs(m)` are data. Lists work too: if the state
+        is a list, so is the new state. Gradients flow with `Local` (also with `torch.func`) and
+        `Threads` (only with `backward()`), but not between processes, nor through the collectives
+        of a mesh.
 
     Raises:
         ProgramError: an argument of a wrong kind; a program that the check refuses; or one function
-            given for two stages although it lends its results, which the second stage would
+            used for two stages although it lends its results, which the second stage would
             overwrite.
-        MeshError: when called, if ranks in this process that share the last stage return different
+        MeshError: at a call, if ranks in this process that share the last stage return different
             outputs.
-        DonatedError: when called, for an argument that was donated before.
+        DonatedError: at a call, for an argument that was donated before.
 
     >>> print(pipeline([lambda p, s, batch, x: (s, batch + p), lambda p, s, batch, x: (s, x * p)], microbatches=1))
     rank 0 of 2

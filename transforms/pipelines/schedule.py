@@ -1,8 +1,8 @@
 """Schedules: pure functions from stages and jobs to each rank's program.
 
-A schedule is a list of jobs, one per micro-batch, which every rank takes in the same order.
-Schedules differ in what a job waits for: in streaming for nothing, in a decode loop for the tokens
-of the step before.
+A schedule gets a list of jobs, one per micro-batch, which every rank runs in the same order. Job
+lists differ in what a job waits for: nothing in streaming, the tokens of the previous step in a
+decode loop.
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -22,11 +22,11 @@ class Job:
     """One micro-batch of a schedule.
 
     Args:
-        feeds: whether its output returns to all ranks, which then advance their states with it. A
+        feeds: whether the output returns to all ranks, which then advance their states with it. A
             micro-batch that samples nothing (a chunk of a prompt) need not feed: the ranks advance
             without its output.
-        after: the job whose output must return before this one runs: the last one that feeds one of
-            its requests.
+        after: the job whose output must return before this job runs, namely the last earlier job
+            that feeds one of its requests. None: this job waits for no output.
     """
 
     feeds: bool = True
@@ -41,20 +41,20 @@ def make_programs(
     advances: bool = True,
     buffers: int | None = None,
 ) -> tuple[Program, ...]:
-    """The programs that take `jobs` through the stages in order. Each rank receives, runs and sends
-    one job after the other, and receives the outputs that return no sooner than a job needs them.
+    """The programs that run `jobs` through the stages in order. Each rank receives, runs and sends
+    one job after the other, and receives returning outputs as late as the next job allows.
 
     Args:
-        num_stages: ranks; stage r runs on rank r.
+        num_stages: the number of stages and of ranks; stage r runs on rank r.
         jobs: one per micro-batch.
-        schema: of what travels between stages, if it is declared.
+        schema: the schema of the values that travel between stages, if declared.
         advances: whether the ranks advance a state.
-        buffers: results that a stage holds before it overwrites the oldest, for which a fence
-            waits; None: it overwrites none.
+        buffers: the number of results that a stage holds before it overwrites the oldest one; a
+            fence then waits until that one was sent. None: a stage never overwrites a result.
 
     Raises:
-        ProgramError: fewer than one stage or buffer, or a job that runs after one that is later or
-            does not feed.
+        ProgramError: fewer than one stage or buffer; or a job whose `after` is not an earlier job
+            that feeds.
 
     >>> print(make_programs(2, [Job(), Job(after=0)])[0])
     rank 0 of 2
@@ -83,10 +83,12 @@ def make_programs(
 
 
 def mistake_in_jobs(jobs: Sequence[Job], first: int = 0) -> Mistake | None:
-    """The first job, of jobs that are numbered from `first` on, that runs after one which is not
-    before it, or whose output does not return; None if there is none."""
+    """The mistake in the first job whose `after` is not an earlier job that feeds; None if there is
+    none. Jobs are numbered from `first` on."""
     for index, job in enumerate(jobs, first):
         after = job.after
+        # Jobs before `first` are not in the list. They are over, so it no longer matters whether
+        # they feed.
         if after is not None and not (
             0 <= after < index and (after < first or jobs[after - first].feeds)
         ):
@@ -115,11 +117,15 @@ def _running(
     advances: bool,
     buffers: int | None,
 ) -> Generator[Effect, None, Sequence[int]]:
-    """The effects up to the last job's own. Returns the jobs whose output has not returned by then."""
+    """The effects up to those of the last job. Returns the jobs whose output this rank has not
+    received by then."""
     last = num_stages - 1
     feeding = [index for index, job in enumerate(jobs) if job.feeds]
-    taken = 0  # the number of those that have returned
+    # How many of the feeding jobs' outputs this rank has received
+    taken = 0
     for mb, job in enumerate(jobs):
+        # All outputs up to job `due` must be received before this job runs: the rank may only run
+        # so far ahead, and the job needs the output of `job.after`.
         due = mb - _ahead(last - rank)
         if job.after is not None:
             due = max(due, job.after)
@@ -128,6 +134,7 @@ def _running(
             taken += 1
         if rank > 0:
             yield Recv(rank - 1, mb, schema)
+        # A result of the last stage is sent only if its job feeds; otherwise no fence is needed.
         if buffers is not None and mb >= buffers and (rank < last or jobs[mb - buffers].feeds):
             yield Fence(mb - buffers)
         yield Run(f"stage {rank}", mb)
@@ -143,8 +150,8 @@ def _running(
 def count_running(
     num_stages: int, jobs: Sequence[Job], *, advances: bool = False, buffers: int | None = None
 ) -> tuple[tuple[int, ...], int]:
-    """For each rank's program by `make_programs`, the number of effects up to the last job's own;
-    and the first job whose output has not returned to some rank by then (the number of jobs if
+    """For each rank's program by `make_programs`, the number of effects up to those of the last
+    job; and the first job whose output some rank has not received by then (the number of jobs if
     there is none).
 
     >>> count_running(2, [Job(), Job()])
@@ -167,9 +174,9 @@ def count_running(
 
 
 def _ahead(stages_behind: int) -> int:
-    """The most jobs that a rank runs ahead of the outputs that returned. With more than 2n + 1 it
-    could block the last rank, for which it waits, if an edge holds one message; with more than n +
-    2 its state only advances later."""
+    """The most jobs that a rank with n stages behind it may run ahead of the outputs that returned.
+    With more than 2n + 1, and one message per edge, it could block the last rank, for which it
+    waits itself. More than n + 2 has no use: the rank's state would only advance later."""
     return min(2 * stages_behind + 1, stages_behind + 2)
 
 
@@ -192,12 +199,12 @@ def streaming(
     """Forward-only streaming: each rank receives, runs and sends one micro-batch after the other.
 
     Args:
-        num_stages: ranks; stage r runs on rank r.
-        num_microbatches: parts of the batch.
-        schema: of what travels between stages, if it is declared.
+        num_stages: the number of stages and of ranks; stage r runs on rank r.
+        num_microbatches: the number of parts of the batch.
+        schema: the schema of the values that travel between stages, if declared.
         feedback: whether the last stage's output returns to all ranks, which then advance their
             states with it.
-        buffers: as `make_programs` takes it.
+        buffers: as for `make_programs`.
 
     >>> print(streaming(2, 1, feedback=True)[0])
     rank 0 of 2
@@ -211,16 +218,16 @@ def streaming(
 
 
 def decode_jobs(num_cohorts: int, num_steps: int) -> tuple[Job, ...]:
-    """The jobs of a decode loop: cohorts of requests take turns, `num_steps` steps each, and a
-    cohort's step waits for the tokens of its step before. With as many cohorts as stages, all
-    stages are busy.
+    """The jobs of a decode loop: cohorts of requests take turns, `num_steps` steps each, and each
+    step of a cohort waits for the tokens of the cohort's previous step. With as many cohorts as
+    stages, all stages are busy.
 
     Args:
-        num_cohorts: groups of requests that decode in turn.
-        num_steps: decode steps of each cohort.
+        num_cohorts: the number of groups of requests that decode in turn.
+        num_steps: the number of decode steps of each cohort.
 
     Raises:
-        ProgramError: fewer than one of either.
+        ProgramError: either number is less than one.
 
     >>> [job.after for job in decode_jobs(2, 3)]
     [None, None, 0, 1, 2, 3]
@@ -240,7 +247,7 @@ def jobs_for(rows: Sequence[frozenset[int]], samples: Sequence[bool]) -> tuple[J
 
     Args:
         rows: the requests of each micro-batch.
-        samples: for each, whether it samples a token for any request.
+        samples: for each micro-batch, whether it samples a token for any request.
 
     >>> [job.after for job in jobs_for([{0}, {1}, {0}, {0, 1}], [False, True, True, True])]
     [None, None, None, 2]
@@ -255,11 +262,11 @@ def jobs_for(rows: Sequence[frozenset[int]], samples: Sequence[bool]) -> tuple[J
 def put_classes(
     programs: Sequence[Program], classes: Sequence[str], schema: Schema | None, call: str
 ) -> Iterator[Program]:
-    """The programs with the classes of their micro-batches, and with the schema of what travels
-    where they have none.
+    """The programs, completed by the classes of their micro-batches; sends and receives without a
+    schema get `schema`.
 
     Raises:
-        ProgramError: programs for other micro-batches, or other classes.
+        ProgramError: the programs have other micro-batches, or other classes.
     """
     microbatches = {effect.microbatch for program in programs for effect in program.effects}
     if classes and microbatches != set(range(len(classes))):
@@ -298,14 +305,14 @@ def refuse_other_work(
     *,
     advances: bool,
 ) -> None:
-    """Raise ProgramError unless checked programs run all jobs in order on all stages, each after
-    the job that its own is after, return the output of each job that feeds, and advance where there
-    is an `advance`.
+    """Raise ProgramError unless the checked programs do the work of the jobs: they run all jobs in
+    order on all stages, each after its `Job.after`, return the output of each job that feeds, and
+    advance if there is an `advance`.
 
     Args:
         call: the call that the error names.
-        programs: of all ranks.
-        counts: the number of stages, and of ranks.
+        programs: the programs of all ranks.
+        counts: the number of stages, and the number of ranks.
         jobs: one per micro-batch.
         advances: whether the ranks advance a state.
     """
@@ -345,6 +352,8 @@ def _other_work(
             problem,
             f"broadcast from {num_ranks - 1} for the jobs with feeds=True, on every rank",
         )
+    # One advance on one rank is enough to look at: the checker has refused programs in which ranks
+    # or micro-batches differ in this.
     if ((Run("advance", 0) in programs[0].effects) != advances) and jobs:
         return (
             f"{'no ' * advances}run advance",
@@ -355,6 +364,7 @@ def _other_work(
         for effect in program.effects:
             if isinstance(effect, Run) and effect.stage is not None:
                 after = jobs[effect.microbatch].after
+                # A job that does not feed still advances the state that later jobs read.
                 before = {mb for mb in range(effect.microbatch) if advances and not jobs[mb].feeds}
                 late = sorted((before | ({after} if after is not None else set())) - over)
                 if late:
@@ -365,5 +375,6 @@ def _other_work(
                     end = ["broadcast"] * jobs[late[0]].feeds + ["run advance"] * advances
                     return problem, f"{' and '.join(end)} [mb {late[0]}] before it"
             elif isinstance(effect, Run) if advances else isinstance(effect, Broadcast):
-                over.add(effect.microbatch)  # an advance comes after the output
+                # With `advances`, a job is over at its advance, which comes after its output.
+                over.add(effect.microbatch)
     return None

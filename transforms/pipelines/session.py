@@ -18,13 +18,15 @@ from weft.transforms.pipelines.worker import Worker, put_batches, states_of
 
 # For each rank, the effects `start:stop` that a run performs.
 Spans = tuple[tuple[int, int], ...]
+# The cache of counts is emptied at this size, since a session may run for ever.
 _MAX_COUNTS = 1024
 
 
 @attrs.frozen(eq=False)
 class Submission:
-    """A batch, the part of it that stages after the first one get, and the text that all ranks must
-    agree on. A caller who submits one immutable batch again and again makes them once."""
+    """A batch, the part of it that stages after the first one get (`later`), and the text of its
+    class, on which all ranks must agree. A caller that submits the same immutable batch repeatedly
+    can make its `Submission` once."""
 
     batch: Any
     later: Any
@@ -39,8 +41,8 @@ class Submission:
 class Session:
     """A pipeline under way. Made by `Pipelined.session`.
 
-    The schedule says when an output returns from the last stage. A later `submit`, or `close`, may
-    be the call that returns it. Every rank gets the same outputs from the same call.
+    The schedule determines when an output returns from the last stage, so a batch's output may come
+    from a later `submit` or from `close`. Every rank gets the same outputs from the same call.
 
     >>> from weft.transforms import pipeline
     >>> stages = [lambda p, s, batch, x: (s, 10 * batch), lambda p, s, batch, x: (s, x + s)]
@@ -64,18 +66,16 @@ class Session:
         self._make_checked = checked
         self._count_running = count
         self._mail = transport.mail(num_ranks)
-        self._jobs: list[
-            Job
-        ] = []  # from job `_first` on, the first one whose output some rank has yet to receive
+        # The jobs that are not over, and their batches. They are numbered from `_first` on, the
+        # first job whose output some rank has yet to receive.
+        self._jobs: list[Job] = []
         self._batches: list[Submission] = []
         self._first = 0
-        self._done = (
-            0,
-        ) * num_ranks  # for each rank the effects performed, of the programs of `_jobs`
+        # For each rank, how many effects of the programs for `_jobs` it has performed
+        self._done = (0,) * num_ranks
+        # Why the session is over; empty while it is not
         self._ended = ""
-        self._counts: dict[
-            tuple[Job, ...], tuple[tuple[int, ...], int]
-        ] = {}  # by the jobs that are counted
+        self._counts: dict[tuple[Job, ...], tuple[tuple[int, ...], int]] = {}
 
     @property
     def num_jobs(self) -> int:
@@ -83,38 +83,38 @@ class Session:
         return self._first + len(self._jobs)
 
     def submit(self, batches: Sequence[Any], jobs: Sequence[Job]) -> list[tuple[int, Any]]:
-        """Run batches after all that were submitted before.
+        """Run batches after all batches that were submitted before.
 
         Args:
-            batches: in order, each a batch or a `Submission` of one.
+            batches: batches or their `Submission`s, in order.
             jobs: one per batch; `after` counts from the first job of the session.
 
         Returns:
-            The number and the output of each job whose output has now returned to all ranks and had
-            not before; the output is None for a job that does not feed.
+            The number and the output of each job that ended during this call, that is, whose output
+            has now returned to all ranks. The output is None for a job that does not feed.
 
         Raises:
-            ProgramError: not one job per batch, or a job that runs after a job that does not feed
-                or is not before it; then nothing ran. Or the session was closed, or failed before,
-                and its state is lost.
+            ProgramError: there is not one job per batch, or a job's `after` is not an earlier job
+                that feeds; nothing ran in these cases. Or the session was closed; or it failed
+                before, and its state is lost.
         """
         self._check(batches, jobs)
         submissions = [
             one if isinstance(one, Submission) else Submission.of(one) for one in batches
         ]
         all_jobs = [*self._jobs, *(_shifted(job, self._first) for job in jobs)]
-        # Before anything changes: the schedule's programs may be refused
+        # This may refuse the schedule's programs, so it comes before anything changes.
         ends, taken = self._count(all_jobs)
         self._batches += submissions
         self._jobs = all_jobs
         return self._advance_to(ends, taken)
 
     def close(self) -> tuple[tuple[Any, ...], list[tuple[int, Any]]]:
-        """Receive all outputs that have yet to return. Returns the state, which now belongs to the
-        caller, and the outputs.
+        """Receive all outputs that have not returned yet. Returns the state, which now belongs to
+        the caller, and these outputs.
 
         Raises:
-            ProgramError: the session was closed, or failed before.
+            ProgramError: the session was closed or failed before.
         """
         self._refuse_ended("session.close()")
         if self._jobs:
@@ -134,8 +134,7 @@ class Session:
             )
 
     def _check(self, batches: Sequence[Any], jobs: Sequence[Job]) -> None:
-        """Raise ProgramError if these cannot be submitted. All ranks are past the jobs before those
-        that are kept, so a job that runs after one of them waits for nothing."""
+        """Raise ProgramError if these batches and jobs cannot be submitted."""
         are_lists = isinstance(batches, list | tuple) and isinstance(jobs, list | tuple)
         sizes = [
             f"{len(x)} {of}" if are_lists else kind_of(x)
@@ -144,6 +143,8 @@ class Session:
         call = f"session.submit(<{sizes[0]}>, <{sizes[1]}>)"
         self._refuse_ended(call)
         if are_lists and len(batches) == len(jobs) and all(isinstance(job, Job) for job in jobs):
+            # The kept jobs were checked before, and their `after` counts from `_first`, unlike that
+            # of the new jobs: leave it out.
             kept = [Job(job.feeds) for job in self._jobs]
             mistake = mistake_in_jobs([*kept, *jobs], self._first)
         else:
@@ -165,7 +166,8 @@ class Session:
         return self._make_checked(self._jobs, [one.text for one in self._batches], spans)
 
     def _advance_to(self, ends: tuple[int, ...], taken: int) -> list[tuple[int, Any]]:
-        """Perform each rank's effects up to `ends`; after that the first `taken` jobs are over."""
+        """Perform each rank's effects up to `ends`, after which the first `taken` jobs are over.
+        Returns the number and the output of each of them."""
         if ends != self._done:
             whole = [one.batch for one in self._batches]
             later = [one.later for one in self._batches]
@@ -176,13 +178,13 @@ class Session:
                     self._workers,
                     self._mail,
                 )
-            except (
-                BaseException
-            ) as error:  # some ranks are further than others, and messages are under way
+            except BaseException as error:
+                # The session cannot go on: some ranks are further than others, and messages are
+                # under way.
                 self._ended = f"it failed ({described(error):.200})"
                 raise
             finally:
-                # A session that waits holds no batch that is over
+                # So that an idle session does not keep batches alive
                 put_batches(self._workers, (), (), self._first)
         outputs = [(self._first + mb, self._workers[0].outputs.get(mb)) for mb in range(taken)]
         for worker in self._workers:
@@ -190,12 +192,15 @@ class Session:
         self._jobs = [_shifted(job, taken) for job in self._jobs[taken:]]
         self._batches = self._batches[taken:]
         self._first += taken
+        # The programs of the remaining jobs lack the effects of the jobs that are over, so the
+        # performed effects are counted anew.
         self._done = self._count(self._jobs)[0]
         return outputs
 
 
 def _shifted(job: Job, by: int) -> Job:
-    """A job that is numbered from `by` on; it waits for none of the jobs before that."""
+    """The job, with `after` counted from job `by` on. All ranks are past the jobs before `by`, so
+    waiting for one of them becomes waiting for nothing."""
     after = job.after
     if after is None:
         return job

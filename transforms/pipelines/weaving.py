@@ -1,9 +1,9 @@
-"""`weave`: makes the programs of any order in which ranks run stages; `interleaved` is such an
-order, with several stages on each rank.
+"""`weave`: makes programs from the order in which each rank runs its stages; `interleaved` uses it
+for schedules with several stages on each rank.
 
-A schedule is a pure function `(num_stages, jobs, *, schema, advances, buffers) -> programs`, as
-`make_programs` is one. To write one, say in which order each rank runs its stages, and let `weave`
-add what moves the results.
+A schedule is a pure function `(num_stages, jobs, *, schema, advances, buffers) -> programs`, such
+as `make_programs`. To write one, choose the order in which each rank runs its stages, and let
+`weave` add the effects that move the results.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,19 +23,20 @@ Schedule = Callable[..., Sequence[Program]]
 
 def interleaved(num_ranks: int) -> Schedule:
     """The schedule of interleaved stages: stage s runs on rank s % num_ranks, and a rank runs its
-    first stage on `num_ranks` micro-batches, then its second one on them, and so on (Narayanan et
-    al., 2021, "Efficient large-scale language model training on GPU clusters using Megatron-LM",
-    forward only).
+    first stage on `num_ranks` micro-batches, then its second stage on the same micro-batches, and
+    so on (Narayanan et al., 2021, "Efficient large-scale language model training on GPU clusters
+    using Megatron-LM", forward only).
 
-    With p ranks, v stages on each and m micro-batches (a multiple of p), ranks that are equally
-    fast idle for (p - 1) / (v * m) of the time in which they work; with one stage on each rank for
+    With p equally fast ranks, v stages on each and m micro-batches (a multiple of p), the idle time
+    of a rank is (p - 1) / (v * m) of its working time; with one stage on each rank, it is
     (p - 1) / m.
 
     Args:
-        num_ranks: ranks, of each of which the number of stages is a multiple.
+        num_ranks: the number of ranks; the number of stages must be a multiple of it.
 
     Raises:
-        ProgramError: `num_ranks` is not a whole number >= 1; at the call, another number of stages.
+        ProgramError: `num_ranks` is not a whole number >= 1; or, when the schedule is called, the
+            number of stages is not a multiple of it.
 
     >>> print(interleaved(2)(4, [Job(feeds=False)] * 2, advances=False)[1])
     rank 1 of 2
@@ -81,10 +82,11 @@ def interleaved(num_ranks: int) -> Schedule:
 
 
 def _groups(jobs: Sequence[Job], size: int, advances: bool) -> Iterator[list[int]]:
-    """The jobs in groups of at most `size`, none of which waits for another one of its group."""
+    """The jobs in groups of at most `size`, such that no job waits for another job of its group."""
     group: list[int] = []
     for mb, job in enumerate(jobs):
         waits = job.after is not None and group and job.after >= group[0]
+        # With `advances`, a job also waits until the jobs before it that do not feed have advanced.
         if group and (len(group) == size or waits or (advances and not jobs[mb - 1].feeds)):
             yield group
             group = []
@@ -101,24 +103,24 @@ def weave(
     advances: bool = True,
     buffers: int | None = None,
 ) -> tuple[Program, ...]:
-    """The programs in which each rank runs stages in the given order: the receives, sends, returned
-    outputs, fences and advances are added, in an order in which one message on an edge is enough.
+    """The programs in which each rank runs stages in the given order: `weave` adds the receives,
+    sends, returned outputs, fences and advances so that one message per edge is enough.
 
-    It plays the runs in rounds, as if all stages were equally fast. A message is received in the
-    round after it was sent, before the rank runs on, so that no rank waits for room on an edge:
-    each runs as soon as what its next run needs is there, and no programs of these orders take
-    fewer rounds. Every order ends in which a run comes after those that it needs.
+    It simulates the runs in rounds, as if all stages were equally fast. A message is received in
+    the round after it was sent, before the rank's next run, so that no rank waits for room on an
+    edge. Each rank runs as soon as its next run has what it needs, so no other programs for these
+    orders take fewer rounds. Every order works in which each run comes after the runs it needs.
 
     Args:
         runs: for each rank, its runs of stages in order; stage s runs on rank s % len(runs).
-        jobs: one per micro-batch; a run waits for the output of the job that its own runs after. A
-            job that does not feed advances once the rank has run all its stages on it, and runs of
-            later jobs wait for that.
-        schema, advances, buffers: as `make_programs` takes them.
+        jobs: one per micro-batch. A run waits for the output of its job's `after`. A job that does
+            not feed advances once the rank has run all its stages on it, and runs of later jobs
+            wait for this advance.
+        schema, advances, buffers: as for `make_programs`.
 
     Raises:
-        ProgramError: runs that cannot end, such as a stage before the stage from which it gets its
-            input, on one rank.
+        ProgramError: runs that cannot end, for example because one rank runs a stage before the
+            stage that makes its input.
 
     >>> runs = [Run("stage 0", 0), Run("stage 2", 0)], [Run("stage 1", 0), Run("stage 3", 0)]
     >>> print(weave(runs, [Job()])[0])
@@ -166,16 +168,16 @@ class _Loom:
 
     Args:
         orders: for each rank, the runs that are left.
-        jobs, schema, advances, buffers: as `weave` takes them.
+        jobs, schema, advances, buffers: as for `weave`.
         effects: for each rank, its effects so far.
         channels: for each pair of ranks, the sends and broadcasts under way, oldest first.
-        available: the results, by stage and micro-batch, that are on the rank of the next stage,
-            which has not yet run.
+        available: the results (stage and micro-batch) that have arrived on the next stage's rank,
+            but on which that stage has not run yet.
         taken: for each rank, the jobs that are over: their output has returned, or they do not feed
             and have advanced.
-        ran: for each stage, the micro-batches that it ran.
-        last: for each rank, the stage and the micro-batch that it ran last.
-        num_stages: of all ranks.
+        ran: for each stage, the micro-batches that it has run on.
+        last: for each rank, the stage and the micro-batch of its last run.
+        num_stages: the number of stages on all ranks together.
     """
 
     orders: list[list[Run]]
@@ -205,6 +207,7 @@ class _Loom:
         ranks = range(len(self.orders))
         for rank in ranks:
             self._take_in(rank)
+        # Choose the ranks before any of them runs, so that a result of this round is not used in it.
         going = [rank for rank in ranks if self._is_ready(rank)]
         for rank in going:
             self._start(rank)
@@ -213,10 +216,11 @@ class _Loom:
         return sum(map(len, self.effects)) > count
 
     def _take_in(self, rank: int) -> None:
-        """Receive all that was sent in the round before. So each edge has room for what this round
-        sends, and no run waits for a fence."""
+        """Receive everything that was sent in the previous round. As a result, each edge has room
+        for what this round sends, and no run waits for a fence."""
         last = len(self.orders) - 1
         before = (rank - 1) % len(self.orders)
+        # The two may be the same rank, whose channel is then read once.
         for source in dict.fromkeys((last, before)):
             for sent in self.channels.pop((source, rank), []):
                 if isinstance(sent, Broadcast):
@@ -241,7 +245,7 @@ class _Loom:
         return run.stage, run.microbatch
 
     def _is_ready(self, rank: int) -> bool:
-        """Whether a rank's next run has its input, and the output that it waits for."""
+        """Whether a rank's next run has its input and the output that it waits for."""
         if not self.orders[rank]:
             return False
         stage, mb = self._next(rank)
@@ -255,9 +259,9 @@ class _Loom:
             and self.buffers is not None
             and any(source == stage for source, _ in self.available)
         ):
-            return (
-                False  # the next stage of the rank takes the result before this one makes another
-            )
+            # On a single rank no fence protects a result: the next stage must read it before this
+            # stage runs again and overwrites it.
+            return False
         return stage == 0 or (stage - 1, mb) in self.available
 
     def _send(self, stage: int, mb: int) -> Send:
@@ -267,7 +271,8 @@ class _Loom:
         )
 
     def _fenced(self, stage: int) -> int | None:
-        """The micro-batch whose result the next run of a stage overwrites, if that was sent."""
+        """The micro-batch whose result the next run of a stage overwrites; None if that run needs
+        no fence, because it overwrites none or one that was not sent."""
         ran = self.ran[stage]
         buffers = self.buffers
         if (

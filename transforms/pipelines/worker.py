@@ -22,23 +22,23 @@ from weft.trees import tree_leaves, tree_map
 
 
 class Link(Protocol):
-    """One rank's ends of the edges, which a transport makes: it sends, receives, and waits until
-    what it sent has left."""
+    """One rank's ends of the edges, made by a transport: it sends, receives, and waits until sent
+    values have left."""
 
     @property
     def member(self) -> int | None:
         """The number of this rank as a member of collectives (`weft.ops.transfers.collective`);
-        None: it takes part in none."""
+        None if it takes part in no collectives."""
 
     def send(self, effect: Send | Broadcast, value: Any) -> None:
-        """Start to send `value` to the rank that `effect` names (all ranks for a broadcast)."""
+        """Start sending `value` to the rank that `effect` names (to all ranks for a broadcast)."""
 
     def recv(self, effect: Recv | Broadcast) -> Any:
         """The value from the rank that `effect` names. It belongs to the receiver: nothing
         overwrites it."""
 
     def fence(self, effect: Fence, /) -> None:
-        """Return when everything that was sent for the micro-batch has left its buffer."""
+        """Wait until everything that was sent for the micro-batch has left its buffer."""
 
 
 @attrs.define(eq=False)
@@ -47,12 +47,13 @@ class StageRun:
 
     Args:
         index: the number of the stage.
-        stage, params, state: its own; `run` replaces the state by the next one.
-        copies_results: whether results of the stage are copied, since they are lent and stay here
-            to the end.
-        copies_shared: whether results that share memory with the state are copied, since it is
-            written in place.
-        copies_state: whether the stage's next state is copied, since it is lent.
+        stage, params, state: the stage with its params and state; `run` replaces the state by the
+            next one.
+        copies_results: whether to copy the stage's results, because they are lent and stay here
+            until the end of the run.
+        copies_shared: whether to copy results that share memory with the state, because the state
+            is written in place.
+        copies_state: whether to copy the stage's next state, because it is lent.
     """
 
     index: int
@@ -72,7 +73,8 @@ class StageRun:
         return self._unshared(result[1])
 
     def _unshared(self, result: Any) -> Any:
-        """The result without memory of the state, which the next micro-batch may overwrite."""
+        """The result, with copies of the tensors that share memory with the state, since the next
+        micro-batch may overwrite that memory."""
         if not self.copies_shared:
             return result
         tensors = {
@@ -81,6 +83,7 @@ class StageRun:
         shared = set(tensors.values()) & {
             storage_of(x) for x in tree_leaves(self.state) if isinstance(x, Tensor)
         }
+        # Inside a torch.func transform storages are unknown (None), which is no sign of sharing.
         shared.discard(None)
         if not shared:
             return result
@@ -96,14 +99,14 @@ class Worker:
         stages: the stages that it runs, in order.
         advance: the function that `run advance` calls.
         batches: the micro-batches.
-        later: the micro-batches as stages after the first one get them, where the rank also runs
-            the first one.
-        inputs: received values that a stage has not yet run on, by the stage that made them and
+        later: the micro-batches for stages after the first one; empty unless the rank runs both
+            the first stage and a later one.
+        inputs: received values on which no stage has run yet, by the stage that made them and the
             micro-batch.
-        results: the results of stages, by stage and micro-batch.
+        results: results of stages that were not sent or used yet, by stage and micro-batch.
         outputs: the outputs of the last stage, by micro-batch.
-        first: the number of micro-batch 0 over all runs that this one goes on from.
-        mesh: the ranks, where several share a stage.
+        first: the number of micro-batch 0, counted over this run and the runs that it continues.
+        mesh: the mesh of the ranks, if several ranks share a stage.
     """
 
     rank: int
@@ -152,6 +155,8 @@ class Worker:
                 )
                 batch = (self.later if stage_run.index and self.later else self.batches)[mb]
                 before = stage_run.index - 1, mb
+                # The previous stage is on this rank too if there is only one rank; otherwise its
+                # result was received.
                 if before not in self.results:
                     x = self.inputs.pop(before, None)
                 else:
@@ -176,7 +181,7 @@ class Worker:
                 raise AssertionError(f"the checker refuses '{effect}' in a pipeline's program")
 
     def _placed(self, link: Link) -> AbstractContextManager[None]:
-        """The context in which a stage that ranks share runs."""
+        """The context in which a stage runs that several ranks share."""
         if self.mesh is None:
             return nullcontext()
         if link.member is None:
@@ -189,7 +194,7 @@ class Worker:
 def put_batches(
     workers: Sequence[Worker], batches: Sequence[Any], later: Sequence[Any], first: int = 0
 ) -> None:
-    """Give workers the micro-batches of a run; after the first stage they get `later`, made by
+    """Give workers the micro-batches of a run. Stages after the first one get `later`, made by
     `after_first`."""
     for worker in workers:
         has_first = worker.stages[0].index == 0
@@ -209,8 +214,8 @@ def states_of(workers: Sequence[Worker]) -> tuple[Any, ...]:
 
 
 def in_kind(states: Sequence[Any], like: Sequence[Any]) -> Sequence[Any]:
-    """The states as a list if they were given as one, or else as a tuple: so that a step returns
-    what it takes."""
+    """The states as a list if `like` is a list, otherwise as a tuple, so that a step returns the
+    kind of sequence that it takes."""
     if isinstance(like, list):
         return list(states)
     return tuple(states)
@@ -221,7 +226,7 @@ def _index(stage_run: StageRun) -> int:
 
 
 def storage_of(tensor: Tensor) -> int | None:
-    """The identity of a tensor's memory; None inside a torch.func transform, which hides it."""
+    """The identity of a tensor's storage; None inside a torch.func transform, which hides it."""
     try:
         return storage_id(tensor)
     except (NotImplementedError, RuntimeError):
@@ -231,7 +236,7 @@ def storage_of(tensor: Tensor) -> int | None:
 def call_stage(
     index: int, stage: Callable[..., Any], params: Any, state: Any, batch: Any, x: Any
 ) -> tuple[Any, Any]:
-    """The stage's `(state, y)`; an error from inside gets a note that names the stage."""
+    """The stage's `(state, y)`. An error from inside the stage gets a note that names it."""
     try:
         result = stage(params, state, batch, x)
     except Exception as error:
@@ -245,8 +250,7 @@ def call_stage(
 
 
 def call_advance(index: int, advance: Callable[..., Any], state: Any, batch: Any, out: Any) -> Any:
-    """The stage's next state; an error from inside gets a note that names the stage whose state it
-    was."""
+    """The stage's next state. An error from inside `advance` gets a note that names the stage."""
     try:
         return advance(state, batch, out)
     except Exception as error:
@@ -260,8 +264,8 @@ def call_advance(index: int, advance: Callable[..., Any], state: Any, batch: Any
 
 
 def check_pair(call: str, result: Any, pair: str) -> tuple[Any, Any]:
-    """The pair that a step or a stage returned. Anything else is refused: a tensor of two rows
-    would unpack into two values."""
+    """The pair that a step or a stage returned. Anything but a tuple of two is refused, because a
+    tensor of two rows, for example, would also unpack into two values."""
     if not isinstance(result, tuple) or len(result) != 2:
         if isinstance(result, tuple):
             length = f" of {len(result)}"
@@ -272,8 +276,7 @@ def check_pair(call: str, result: Any, pair: str) -> tuple[Any, Any]:
 
 
 def match_schema(rank: int, effect: Effect, schema: Schema | None, value: Any) -> None:
-    """Raise ProgramError unless a sent or received value has the schema that was declared for its
-    edge."""
+    """Raise ProgramError unless a sent or received value has the schema declared for its edge."""
     if schema is not None and (actual := Schema.of(value)) != schema:
         raise ProgramError(
             f"rank {rank}: '{effect}'",
