@@ -75,8 +75,8 @@ def check_stages(transform: str, stages: Any) -> tuple[Callable[..., Any], ...]:
 
 
 def check_lending(call: str, stages: Sequence[Any]) -> None:
-    """Raise ProgramError if one function that lends its results is more than one stage: ranks run
-    at the same time, and one would overwrite what another has made."""
+    """Raise ProgramError if one function that lends its results is used for several stages: ranks
+    run at the same time, so one stage would overwrite the results of another."""
     first: dict[int, int] = {}
     for index, stage in enumerate(stages):
         if lends(stage) and (other := first.setdefault(id(stage), index)) != index:
@@ -113,7 +113,7 @@ def check_count(call: str, name: str, count: Any) -> None:
 
 def check_step(transform: str, step: Any, name: str, count: Any) -> str:
     """The call `transform(step, count)` as text. Raises ProgramError unless `step` takes the three
-    arguments of a step, and `count`, the argument `name`, is a positive int."""
+    arguments of a step and `count` (the argument `name`) is a positive int."""
     call = (
         f"{transform}({getattr(step, '__name__', step)!s:.60},"
         f" {getattr(count, '__name__', repr(count))})"
@@ -133,7 +133,7 @@ def check_step(transform: str, step: Any, name: str, count: Any) -> str:
 def check_options(
     num_stages: int, microbatches: Any, advance: Any, schema: Any, transport: Any, schedule: Any
 ) -> None:
-    """Raise ProgramError for an argument that `pipeline` cannot take, other than its stages."""
+    """Raise ProgramError if `pipeline` cannot take one of these arguments."""
     options = {
         "microbatches": microbatches,
         "advance": advance,
@@ -172,10 +172,11 @@ def check_entries(
 
     Args:
         transform: the caller's name.
-        num_stages: of the whole pipeline.
-        ranks: the stages that run here; with a mesh, a stage as often as ranks run it here.
-        params, state, batch: as they were given; the batch may be a list of them.
-        mesh: that of the pipeline.
+        num_stages: the number of stages of the whole pipeline.
+        ranks: the stages that run here. With a mesh, each stage occurs once for each rank that runs
+            it here.
+        params, state, batch: the arguments of the call; `batch` may be a list of batches.
+        mesh: the mesh of the pipeline.
     """
     call = (
         f"{transform}(<{num_stages} stages>{'' if mesh is None else f', mesh={mesh}'})(params,"
@@ -202,7 +203,7 @@ def check_entries(
 
 def refuse_transform(transport: Transport) -> None:
     """Raise ProgramError inside a torch.func transform that the transport's ranks would not see:
-    derivatives would be zero without a word."""
+    derivatives would silently be zero."""
     if not isinstance(transport, Local) and in_functorch_transform():
         problem = "ranks outside the thread in which vmap, grad, jvp or vjp is active"
         instead = (

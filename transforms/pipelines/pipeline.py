@@ -493,8 +493,8 @@ def pipeline(
             `weft.shard`. A mesh needs the transport `Threads` or `Distributed`. Nothing is split
             for you: params and state have one entry, stage by stage, for each rank that runs a
             stage here, and the entry holds that rank's part (`weft.distribute` splits whole
-            params). Each rank of the first stage gets the whole batch. All ranks that share the
-            last stage must return the same output.
+            params and states). Each rank of the first stage gets the whole batch. All ranks that
+            share the last stage must return the same output.
 
     Returns:
         A step `(params, state, batch) -> (state, out)`, where params and state are tuples with one

@@ -2,8 +2,8 @@
 
 Each rank keeps a journal of what it was asked to do. A message carries the state of its sender's
 journal at the time its batch was submitted, and the entries added since the last message. The
-receiver compares before it computes, and names the first entry that differs. `source_digest` is
-what a journal says of a stage's source.
+receiver compares them with its journal before it computes, and names the first entry that differs.
+`source_digest` makes the text that stands for a stage's source.
 """
 
 import functools
@@ -31,11 +31,11 @@ SAME = (
     " know"
 )
 _SAME_CALLS = "the same calls with the same arguments, in the same order, on every rank"
-# The entries of a journal that are kept, to say which one differs.
+# How many entries of a journal are kept, to say which one differs.
 _MAX_ENTRIES = 4096
-# Characters of an entry; the rest of a longer one is replaced by a digest.
+# The most characters of an entry; the rest of a longer one is replaced by a digest.
 _LONGEST = 500
-# The programs that are kept, to say which line differs.
+# How many programs are kept, to say which line differs.
 _MAX_PROGRAMS = 64
 
 
@@ -45,9 +45,9 @@ class JournalState:
 
     Args:
         step: the rank's step.
-        count: entries so far.
-        chain: a digest of all of them, in order.
-        digest: of the step's programs.
+        count: the number of entries so far.
+        chain: a digest of all entries, in order.
+        digest: the digest of the step's programs.
     """
 
     step: int
@@ -58,8 +58,8 @@ class JournalState:
 
 @attrs.frozen
 class Expected:
-    """The micro-batch that a message must belong to, and the state that its sender's journal must
-    have had."""
+    """What a message must be: its micro-batch, whether it is an output that returns, and the state
+    that its sender's journal must have had."""
 
     state: JournalState
     microbatch: int
@@ -68,8 +68,8 @@ class Expected:
 
 @attrs.frozen
 class Meeting:
-    """A collective, its number among those that a rank took part in, and the state of the rank's
-    journal there."""
+    """A collective, its number among the collectives that a rank took part in, and the state of the
+    rank's journal at that point."""
 
     state: JournalState
     effect: str
@@ -83,19 +83,19 @@ class Agreement:
         self.rank = rank
         self._chain = ""
         self._count = 0
-        # of the step under way
+        # Of the step under way
         self._step = 0
         self._digest = ""
         self._entries: deque[tuple[str, str]] = deque(maxlen=_MAX_ENTRIES)
         self._states: dict[int, JournalState] = {}
         self._programs: dict[str, CheckedPrograms] = {}
-        self._known_counts: dict[int, int] = {}  # by peer: the entries that it knows
-        self._known_texts: dict[
-            int, deque[str]
-        ] = {}  # by peer: the digests of the programs whose text it knows
+        # By peer: how many entries it knows
+        self._known_counts: dict[int, int] = {}
+        # By peer: the digests of the programs whose text it knows
+        self._known_texts: dict[int, deque[str]] = {}
 
     def add(self, subject: str, value: str) -> None:
-        """Note something that every rank must note at the same place among its notes and steps."""
+        """Note a value that every rank must note at the same place among its notes and steps."""
         if len(value) > _LONGEST:
             digest = hashlib.blake2b(value.encode(), digest_size=6).hexdigest()
             value = f"{value[: _LONGEST - 20]}… ({digest})"
@@ -106,7 +106,8 @@ class Agreement:
         self._entries.append((subject, value))
 
     def begin(self, checked: CheckedPrograms, first: int, step: int) -> None:
-        """Begin a step. Its micro-batches are numbered from `first`, and those before are over."""
+        """Begin a step. Its micro-batches are numbered from `first`, and earlier ones are over."""
+        # Remove and insert again, so that the least recently used programs are dropped first.
         self._programs.pop(checked.digest, None)
         self._programs[checked.digest] = checked
         if len(self._programs) > _MAX_PROGRAMS:
@@ -117,6 +118,8 @@ class Agreement:
         self._states = {
             mb: journal_state for mb, journal_state in self._states.items() if mb >= first
         }
+        # `setdefault`: a micro-batch from an earlier step keeps the state at its submission, since
+        # its messages may be sent and received in different steps on different ranks.
         for mb in range(first, first + checked.num_microbatches):
             self._states.setdefault(mb, state)
 
@@ -133,15 +136,15 @@ class Agreement:
 
         Args:
             peer: the receiver.
-            microbatch: the message's.
+            microbatch: the micro-batch of the message.
             returns: whether the message is an output that returns to all ranks.
         """
         state = self._states[microbatch]
         return {"mb": microbatch, "returns": returns} | self._state_header(peer, state)
 
     def _state_header(self, peer: int, state: JournalState) -> dict[str, Any]:
-        """The part of a header that tells a rank the state of this one's journal, with what it does
-        not know of it: new entries, and the text of the programs."""
+        """The part of a header that tells a peer the state of this rank's journal, with everything
+        that the peer does not know yet: new entries, and the text of the programs."""
         header: dict[str, Any] = {
             "count": state.count,
             "chain": state.chain,
@@ -153,6 +156,7 @@ class Agreement:
             first = max(num_shared, kept)
             self._known_counts[peer] = state.count
             header["new"] = [first, [self._entries[i - kept] for i in range(first, state.count)]]
+        # Half of `_MAX_PROGRAMS`, so that a text is sent again before the receiver might drop it
         texts = self._known_texts.setdefault(peer, deque(maxlen=_MAX_PROGRAMS // 2))
         if state.digest in self._programs and state.digest not in texts:
             header["text"] = self._programs[state.digest].text
@@ -160,7 +164,7 @@ class Agreement:
         return header
 
     def meet(self, effect: str, number: int) -> Meeting:
-        """A collective in which this rank takes part, and the state of its journal there."""
+        """A collective in which this rank takes part, with the present state of its journal."""
         return Meeting(self._now, effect, number)
 
     def meeting_header(self, peer: int, met: Meeting) -> dict[str, Any]:
@@ -173,8 +177,8 @@ class Agreement:
         return Expected(self._states[microbatch], microbatch, returns)
 
     def compare(self, peer: int, expected: "Expected | Meeting", header: dict[str, Any]) -> None:
-        """Raise ProgramError unless the sender of a message was in the same state when its batch
-        was submitted, or came to the same collective."""
+        """Raise ProgramError unless the sender of a message was in the same state as this rank when
+        its batch was submitted, or came to the same collective."""
         state = expected.state
         if isinstance(expected, Meeting) or "collective" in header:
             self._compare_meeting(peer, expected, header)
@@ -237,7 +241,7 @@ class Agreement:
         return None
 
     def _entries_seen(self, state: JournalState, peer: int, header: dict[str, Any]) -> str:
-        """The first entry that differs, here and there."""
+        """Text for an error: the first entry that differs, on this rank and on the peer."""
         start, theirs = header.get("new", (header["count"], []))
         kept = self._count - len(self._entries)
         mine = [self._entries[i - kept] for i in range(max(start, kept), state.count)]
@@ -249,7 +253,7 @@ class Agreement:
         )
 
     def _programs_seen(self, state: JournalState, peer: int, header: dict[str, Any]) -> str:
-        """The first line that differs, here and there."""
+        """Text for an error: the first line that differs, on this rank and on the peer."""
         mine = self._programs[state.digest].text
         checked_programs = self._programs.get(header["programs"])
         theirs = header.get("text", None if checked_programs is None else checked_programs.text)
@@ -269,12 +273,11 @@ def _entry_text(entry: tuple[str, ...] | None, count: int) -> str:
 
 
 def header_bytes(header: dict[str, Any]) -> bytes:
-    """A header as bytes."""
     return json.dumps(header, separators=(",", ":")).encode()
 
 
 _VALUES = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.Size)
-# The packages whose version, which ranks compare, stands for their source.
+# Packages whose source is not digested, because ranks compare their versions
 _VERSIONED = {*sys.stdlib_module_names, "torch"}
 
 
@@ -284,8 +287,8 @@ def source_digest(role: str, fn: Callable[..., Any]) -> str:
     The digest covers the text of the file that defines the function, and of the files of the
     functions, classes and modules that it uses by name; the numbers, texts and functions that it
     closes over or has as defaults; and the constants (UPPER_CASE names) of its module. Tensors,
-    devices and other variables may differ from rank to rank, and are left out. A file is read once
-    in a process, which runs what it has imported: a change on disk after that does not count.
+    devices and other variables may differ from rank to rank, so they are left out. A process reads
+    each file once. It runs the code that it has imported, so later changes on disk do not count.
     """
     digest = hashlib.blake2b(digest_size=6)
     for part in _parts(fn, set()):
@@ -294,8 +297,8 @@ def source_digest(role: str, fn: Callable[..., Any]) -> str:
 
 
 def _parts(value: Any, visited: set[int | str]) -> Iterator[str]:
-    """The texts that the digest of a value covers. Each object comes once, since functions may call
-    each other."""
+    """The texts that the digest of a value covers. Each object is visited once, since functions may
+    call each other."""
     if isinstance(value, _VALUES):
         yield repr(value)
         return
@@ -304,7 +307,8 @@ def _parts(value: Any, visited: set[int | str]) -> Iterator[str]:
     visited.add(id(value))
     yield type(value).__qualname__
     if isinstance(value, frozenset | set):
-        yield repr(sorted(map(repr, value)))  # their order differs from process to process
+        # The order of a set differs from process to process.
+        yield repr(sorted(map(repr, value)))
     elif isinstance(value, CodeType):
         yield from _source(value, visited)
     elif isinstance(value, type | ModuleType):
@@ -316,16 +320,16 @@ def _parts(value: Any, visited: set[int | str]) -> Iterator[str]:
 
 
 def _source(code: CodeType, visited: set[int | str]) -> Iterator[str]:
-    """The file of a function, its line, and its bytecode: two lambdas may share a line, and `exec`
-    has no file."""
+    """Digests of a function's code and of its file. The code is covered too, because two lambdas
+    may share a line, and code from `exec` has no file."""
     yield _digest_code(code)
     yield from _file(code.co_filename, visited)
 
 
 @functools.lru_cache(maxsize=2**13)
 def _digest_code(code: CodeType) -> str:
-    """A digest of a function's name, line, bytecode and constants. Code is immutable, and equal
-    only if all of these are."""
+    """A digest of a function's name, line, bytecode and constants. It can be cached, because code
+    is immutable, and two code objects are equal only if all of these are equal."""
     parts = (
         code.co_qualname,
         code.co_firstlineno,
@@ -337,7 +341,7 @@ def _digest_code(code: CodeType) -> str:
 
 
 def _constant(value: Any) -> Any:
-    """A constant of code, which `repr` writes in the same way in every process."""
+    """A constant of code, in a form whose `repr` is the same in every process."""
     if isinstance(value, CodeType):
         return _digest_code(value)
     if isinstance(value, tuple):
@@ -350,7 +354,8 @@ def _constant(value: Any) -> Any:
 def _file(name: str | None, visited: set[int | str]) -> Iterator[str]:
     if name is not None and name not in visited:
         visited.add(name)
-        # What is no file, such as a cell of a notebook, may get another text.
+        # A name that is not a file, such as a notebook's cell, may get a new text later, so it must
+        # not be cached.
         yield _digest_file(name) if os.path.isabs(name) else "".join(linecache.getlines(name))
 
 
@@ -360,8 +365,8 @@ def _digest_file(name: str) -> str:
 
 
 def _source_file(value: type | ModuleType) -> str | None:
-    """The source of a class or a module; None if it is built in, or covered by the version of its
-    package."""
+    """The source file of a class or a module; None if it is built in, or covered by the version of
+    its package."""
     module = value if isinstance(value, ModuleType) else sys.modules.get(value.__module__)
     has_own = getattr(module, "__file__", None) is not None and _package(value) not in _VERSIONED
     return inspect.getsourcefile(value) if has_own else None
@@ -379,7 +384,8 @@ def _inside(value: Any) -> Iterator[Any]:
     """The sources and values that a value is made of."""
     if hasattr(value, "__wrapped__"):
         yield value.__wrapped__
-        if not isinstance(value, FunctionType):  # what else graphify's object holds is not source
+        # The other attributes of an object made by graphify are not source.
+        if not isinstance(value, FunctionType):
             return
     if isinstance(value, FunctionType):
         yield from (value.__code__, value.__defaults__, value.__kwdefaults__)
@@ -405,16 +411,17 @@ def _inside(value: Any) -> Iterator[Any]:
 
 
 def _closure(function: FunctionType) -> Iterator[Any]:
-    """The values that a function closes over, without those that are not there yet."""
+    """The values that a function closes over."""
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
         except ValueError:
+            # The variable is not assigned yet.
             continue
 
 
 def _used(code: CodeType, names: Mapping[str, Any]) -> Iterator[Any]:
-    """The functions, classes, modules and constants of a module that code uses by name."""
+    """The functions, classes, modules and constants of its module that code uses by name."""
     for name in _names_of(code):
         value = names.get(name)
         if isinstance(value, FunctionType | type | ModuleType):
@@ -426,8 +433,8 @@ def _used(code: CodeType, names: Mapping[str, Any]) -> Iterator[Any]:
 
 @functools.lru_cache(maxsize=2**13)
 def _names_of(code: CodeType) -> tuple[str, ...]:
-    """The names that code uses, and the functions in it; pytest puts "@pytest_ar" into code with
-    asserts."""
+    """The names used by code and by the functions inside it. Only identifiers count: pytest puts
+    the name "@pytest_ar" into code with asserts."""
     inner = (
         name for const in code.co_consts if isinstance(const, CodeType) for name in _names_of(const)
     )

@@ -41,9 +41,9 @@ from weft.transforms.pipelines.worker import Worker
 
 BackendName = Literal["gloo", "nccl", "peer"]
 
-# The least number of seconds that processes have to find each other.
+# Seconds that processes have to find each other, if the time-out is shorter.
 _START = 30.0
-# Seconds between two looks at an event that the host waits for.
+# Seconds between two queries of an event that the host waits for.
 _PAUSE = 2e-5
 _LAUNCHERS = "torchrun --nproc-per-node N script.py, or weft.transforms.launch(function, N)"
 
@@ -51,31 +51,32 @@ _LAUNCHERS = "torchrun --nproc-per-node N script.py, or weft.transforms.launch(f
 class Distributed:
     """A transport between processes, each of which is one rank.
 
-    Every rank makes it, in the same order: under `torchrun`, or under another launcher that sets
-    its variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), on any number of nodes. It neither
-    needs nor makes a default process group.
+    Every rank makes its transports in the same order, under `torchrun` or another launcher that
+    sets the same variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), on any number of nodes.
+    `Distributed` neither needs nor makes a default process group.
 
     On one machine it listens only on the loopback interface. Across machines, each node names the
-    address at which the others reach it (`WEFT_ADDRESS`), and all hold one secret (`WEFT_SECRET`).
-    A process that does not hold it is refused, and nothing that ranks tell each other is ever
-    unpickled or executed. The tensors themselves, by gloo or NCCL, are neither encrypted nor
-    signed: use a network that you trust.
+    address at which the others reach it (`WEFT_ADDRESS`), and all nodes share one secret
+    (`WEFT_SECRET`). A process without the secret is refused, and messages between ranks are never
+    unpickled or executed. Tensors sent by gloo or NCCL are neither encrypted nor signed: use a
+    trusted network.
 
     On a GPU a step returns before it is done, and a rank that fails leaves the others' results
     unfilled. Call `synchronize()` before the host reads results: it raises the error of the failed
-    rank. If the host makes no call that could raise it, the process ends with that error.
+    rank. If the host makes no call that could raise this error, the process ends with it.
 
     Args:
-        device: of this rank's tensors; None: `cuda:LOCAL_RANK` if there is one, else the CPU.
-        backend: `gloo` for the CPU, `nccl` or `peer` for GPUs; None: by the device. `peer` stores
-            into the neighbour's memory (symmetric memory, on GPUs of one node that reach each
-            other).
-        timeout: seconds that a rank may keep another one waiting before that raises RankError. A
-            rank may take half an hour to its first step, while it loads and captures, as long as
-            its process runs.
+        device: the device of this rank's tensors. None: `cuda:LOCAL_RANK` if it exists, otherwise
+            the CPU.
+        backend: `gloo` for the CPU, `nccl` or `peer` for GPUs. None: `gloo` on the CPU, `nccl` on
+            a GPU. `peer` stores into the neighbour's memory (symmetric memory, on GPUs of one node
+            that can access each other).
+        timeout: seconds that a rank may keep another rank waiting before the waiting rank raises
+            RankError. A rank may take half an hour until its first step, while it loads and
+            captures, as long as its process runs.
 
     Raises:
-        ProgramError: not under a launcher; or ranks on several nodes without a secret or an
+        ProgramError: there is no launcher; or the ranks are on several nodes without a secret or an
             address.
         DeviceError: the back end cannot serve the device.
     """
@@ -97,7 +98,8 @@ class Distributed:
         network = Network.of(os.environ, self.num_ranks)
         prefix, store = _find_store(self.rank, self.num_ranks, start)
         self._busy = threading.Lock()
-        self._session: object = None  # the mail of the session that has messages under way
+        # The mail of the session that has messages under way
+        self._session: object = None
         with shared_secret(network.secret, store, self.rank) as secret:
             places = _make_places(network, secret, prefix, self.rank, self.num_ranks)
             records = Records(store, self.rank, root_store(store), secret, _host(), prefix, places)
@@ -106,7 +108,9 @@ class Distributed:
             wire = Wire(self.rank, self.num_ranks, secret, network.address)
             self._agreement = Agreement(self.rank)
             self._link = ProcessLink(end, self.monitor, wire, self._agreement, self.device)
-            apart = store.clone()  # whoever waits on a connection holds it
+            # The watchdog needs a separate connection to the store: a thread that waits on a
+            # connection blocks all others that use it.
+            apart = store.clone()
             beside = attrs.evolve(records, store=apart, exits=root_store(apart))
             self._watchdog = Watchdog(
                 self.monitor, beside, end if isinstance(end, DeviceEnd) else None
@@ -114,7 +118,8 @@ class Distributed:
             self._close = weakref.finalize(
                 self, _close_all, end, wire, self._watchdog, self.monitor
             )
-            atexit.register(self._close)  # Python 3.13 drops finalizers in processes that it forks
+            # Also by `atexit`, since Python 3.13 drops finalizers in processes that it forks
+            atexit.register(self._close)
             self._connect(wire, start)
 
     def _connect(self, wire: Wire, timeout: float) -> None:
@@ -127,6 +132,7 @@ class Distributed:
             ]
 
             def connect() -> None:
+                # Every rank connects to the ranks below it, so that a pair connects once.
                 for peer in range(self.rank):
                     wire.connect(peer, addresses[peer], timeout)
                 wire.await_ranks(timeout)
@@ -136,6 +142,7 @@ class Distributed:
                 wire.meet()
 
             monitor.connect_together(connect, timeout)
+            # All ranks have opened the files: without names, nothing is left after a crash.
             if places is not None:
                 places.unlink()
         except RankError as error:
@@ -167,16 +174,17 @@ class Distributed:
         return value
 
     def collect(self, value: Any) -> list[Any]:
-        """The values of all ranks, in order, on every rank. All ranks call it, in the same order.
+        """The values of all ranks, in order, on every rank. All ranks make these calls in the same
+        order.
 
         Args:
-            value: numbers, texts, and tuples, lists, dicts, attrs classes and dataclasses of them.
+            value: numbers, texts, and tuples, lists, dicts, attrs classes and dataclasses of these.
 
         Raises:
             ProgramError: a value of another kind.
         """
         values = []
-        # The lower one of two ranks sends first, so that they do not wait for each other.
+        # The lower rank of a pair sends first, so that the two do not wait for each other.
         for peer in range(self.num_ranks):
             if self.rank < peer:
                 self._send_value(peer, value)
@@ -247,8 +255,9 @@ class Distributed:
             raise
 
     def _fail(self, error: BaseException) -> None:
-        """Tell the others that this rank failed, and close its connections; raises the reason if
-        its watchdog knew one."""
+        """Tell the others that this rank failed, and close its connections. Raises the reason if
+        the watchdog knew one."""
+        # First, since the watchdog also hears of the failure that is written next
         reason = self._watchdog.stand_down(error)
         self.monitor.fail(reason)
         self._link.end.close(failed=True)
@@ -257,17 +266,17 @@ class Distributed:
             raise reason from error
 
     def check(self) -> None:
-        """Raise RankError if a rank is known to have failed, and ProgramError if one was asked for
-        something else."""
+        """Raise RankError if a rank is known to have failed, and ProgramError if a rank was asked
+        to do something else than this rank."""
         self._confirm(self._link.compare_arrived)
 
     def received(self, last: int | None = None, /) -> Callable[[], None]:
-        """A function to call before the host reads what its device computes from the messages
-        received so far. It waits for their headers from the senders' hosts, and raises as `check`
-        does.
+        """A function to call before the host reads results that its device computes from the
+        messages received so far. It waits for the headers from the senders' hosts, and raises the
+        same errors as `check`.
 
         Args:
-            last: in a session, the number of the last job whose messages count; None: all count.
+            last: in a session, the number of the last job whose messages count. None: all count.
         """
         return partial(self._confirm, self._link.received(last))
 
@@ -281,17 +290,18 @@ class Distributed:
             raise
 
     def synchronize(self) -> None:
-        """Wait until this rank's device has done all its work, replays of graphs included. Only
-        then are its results valid.
+        """Wait until this rank's device has done all its work, including replays of graphs. Its
+        results are valid only after that.
 
         Raises:
-            RankError: a rank has failed, so that this rank's work never ends, or used messages that
-                never arrived.
-            ProgramError: a rank was asked for something else.
+            RankError: a rank has failed, so that this rank's work never ends or has used messages
+                that never arrived.
+            ProgramError: a rank was asked to do something else than this rank.
         """
         if isinstance(self.end, DeviceEnd):
             self.monitor.move_to_sync()
             event = self._watchdog.launched(self.monitor.here)
+            # Not `event.synchronize()`, which would not return if another rank fails
             while event is not None and not event.query():
                 self._watchdog.check()
                 time.sleep(_PAUSE)
@@ -309,7 +319,7 @@ def _find_rank() -> tuple[int, int]:
     """This process's rank, and the number of ranks.
 
     Raises:
-        ProgramError: not under a launcher, or its variables are wrong.
+        ProgramError: there is no launcher, or its variables are wrong.
     """
     variables = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
     if len(variables) < 2:
@@ -326,11 +336,11 @@ def _find_rank() -> tuple[int, int]:
 
 
 def _find_store(rank: int, num_ranks: int, timeout: float) -> tuple[str, Any]:
-    """The prefix of the keys of the store that the ranks share, and the store.
+    """The store that the ranks share, preceded by the prefix of its keys.
 
     Raises:
-        ProgramError: the environment does not say where it is.
-        RankError: it is not there.
+        ProgramError: the environment does not say where the store is.
+        RankError: the store is not there.
     """
     call = f"Distributed() on rank {rank} of {num_ranks}"
     try:
@@ -347,8 +357,8 @@ def _find_store(rank: int, num_ranks: int, timeout: float) -> tuple[str, Any]:
 def _make_places(
     network: Network, secret: Secret, prefix: str, rank: int, num_ranks: int
 ) -> Places | None:
-    """The places of the ranks, in files whose names only the ranks of the run know; None: on
-    several machines, or where no such file can be made."""
+    """The places of the ranks, in files whose names only the ranks of the run know. None if the
+    ranks are on several machines, or if no such file can be made."""
     names = [
         secret.tag(b"place", prefix.encode(), str(one).encode()).hex() for one in range(num_ranks)
     ]
@@ -378,8 +388,8 @@ def _host() -> int | None:
 
 
 def _close_all(end: ProcessEnd, wire: Wire, watchdog: Watchdog, monitor: Monitor) -> None:
-    """Close the connections. The watchdog ends the call if another rank's failure keeps it from
-    returning."""
+    """Close the connections. If another rank's failure keeps `end.close` from returning, the
+    watchdog ends it."""
     with suppress(RankError), watchdog.during(monitor.here):
         end.close()
     wire.close()
@@ -389,7 +399,7 @@ def _close_all(end: ProcessEnd, wire: Wire, watchdog: Watchdog, monitor: Monitor
 
 
 def _check(backend: str, device: torch.device) -> None:
-    """Raise DeviceError unless the device is there and the back end can serve it."""
+    """Raise DeviceError unless the device exists and the back end can serve it."""
     if (backend, device.type) not in (("gloo", "cpu"), ("nccl", "cuda"), ("peer", "cuda")):
         problem = f"backend={backend!r} for a device of type {device.type}"
         instead = "gloo with the CPU, or nccl or peer with a GPU"
@@ -407,6 +417,7 @@ def _make_end(backend: str, monitor: Monitor, device: torch.device, network: Net
     torch.cuda.set_device(device)
     if backend == "nccl":
         return NcclEnd(monitor, device, "lo" if network.one_node else None)
-    from weft.transforms.pipelines.transports.ends.peer import PeerEnd  # it imports triton
+    # Imported here, since it imports triton
+    from weft.transforms.pipelines.transports.ends.peer import PeerEnd
 
     return PeerEnd(monitor, device, network.address)

@@ -1,9 +1,9 @@
 """`launch`: starts a process for each rank, waits for all of them, and ends them when one fails.
 
-It does not use torch's launchers. `torch.distributed.elastic` ends the other ranks at once, so that
-they cannot say whom they waited for; it raises ChildFailedError in place of the rank's own
+It does not use torch's launchers. `torch.distributed.elastic` ends the other ranks at once, so they
+cannot report which rank they waited for. It also raises ChildFailedError instead of the rank's own
 exception, and listens on all interfaces. `torch.multiprocessing.start_processes` returns no
-results, and does not say how a process ended to the other ranks.
+results, and does not tell the other ranks how a process ended.
 """
 
 import atexit
@@ -36,14 +36,16 @@ from weft.transforms.pipelines.transports.messaging.network import LOOPBACK, SEC
 from weft.transforms.pipelines.transports.watching.failures import Failure, check_timeout, described
 from weft.transforms.pipelines.transports.watching.records import Exit, write_exit
 
-# Seconds beyond the time-out in which the other ranks may end by themselves after one failed.
+# Seconds beyond the time-out that the other ranks have to end by themselves after one rank failed.
 _GRACE = 5.0
-# Seconds in which a rank may end after all others have ended and blamed it: it may have stalled.
+# Seconds that a rank has to end after all others have ended and blamed it: it may have stalled.
 _BLAMED_GRACE = 2.0
+# Modules that the forkserver imports once for all ranks
 _IMPORTED = [
     "weft.transforms.pipelines.transports.distributed",
     "weft.transforms.engine.generate",
-    "torch.distributed.tensor",  # of torch's, at the first operator in a mode: with sympy over a second
+    # torch imports it at the first operator in a mode; with sympy this takes more than a second.
+    "torch.distributed.tensor",
 ]
 _READ = "see what they printed: most likely importing the script failed"
 _NEEDS_GUARD = 'in a script, call launch under `if __name__ == "__main__":`'
@@ -65,8 +67,8 @@ _RULES: dict[str, Rule] = {
 
 @attrs.frozen(eq=False)
 class RankResult:
-    """The end of a rank: a result, or an error and its traceback, or the exit of its process
-    without either (`exit`)."""
+    """How a rank ended: with a result; with an error and its traceback (`text`); or with neither,
+    when its process exited (`exit`)."""
 
     result: Any = None
     error: BaseException | None = None
@@ -79,32 +81,34 @@ def launch(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 
     return their results.
 
     Args:
-        fn: a function of a module (it is pickled by name), which makes its own transport
+        fn: a function of a module (it is pickled by name). It must make its own transport
             (`Distributed()`).
         num_ranks: the number of processes to start, on this machine.
-        args: pickled for each.
-        timeout: seconds in which ranks may end by themselves after one of them failed, before they
-            are ended.
+        args: the arguments of `fn`, pickled for each process.
+        timeout: seconds that the other ranks have to end by themselves after one failed, before
+            they are terminated.
 
     Returns:
         The result of `fn` on each rank, in order.
 
     Raises:
-        The exception of the first rank that failed; RankError for a rank that exited without one;
-        ProgramError for a function or arguments that cannot be launched; DonatedError for an
-        argument that was donated before.
+        The exception of the first rank that failed; RankError for a rank that exited without an
+        exception; ProgramError for a function or arguments that cannot be launched; DonatedError
+        for an argument that was donated before.
 
-    In a script, call it under `if __name__ == "__main__":`, as multiprocessing asks.
+    In a script, call it under `if __name__ == "__main__":`, as multiprocessing requires.
     """
     call = f"launch({getattr(fn, '__name__', fn)!s:.60}, {num_ranks!r:.60})"
     check_values(
         call, _RULES, {"fn": fn, "num_ranks": num_ranks, "the place of fn": fn}, ProgramError
     )
     check_timeout("launch", timeout)
-    refuse_donated_in(call, args=args)  # the ranks get copies, which bear no mark
+    # Check here: the ranks get copies, which do not carry the mark of a donated tensor.
+    refuse_donated_in(call, args=args)
     store = host_store(LOOPBACK, max(timeout, _GRACE))
     secret = Secret.fresh()
-    context = mp.get_context("forkserver")  # one process imports torch; the ranks are forks of it
+    # One process imports torch, and the ranks are forks of it.
+    context = mp.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
     started: list[tuple[BaseProcess, Connection]] = []
     try:
@@ -127,11 +131,12 @@ def _can_be_imported(main: Any) -> bool:
 
 @contextmanager
 def _forkserver_running(started: Sequence[Any]) -> Iterator[None]:
-    """Start the process that the ranks are forked from, if it does not run. It and they ignore
-    Ctrl-C; this process gets it and ends them. If that happens before the first rank has started,
-    the server may still be importing, so it is ended too."""
+    """Start the process that the ranks are forked from (the server), unless it is running. The
+    server and the ranks ignore Ctrl-C; this process gets it and ends the ranks. If Ctrl-C comes
+    before the first rank has started, the server may still be importing, so it is ended too."""
     before = _server_pid()
-    resource_tracker.ensure_running()  # here, since it would unblock the signal
+    # Before Ctrl-C is deferred, since this call would unblock the signal
+    resource_tracker.ensure_running()
     try:
         with _defer_ctrl_c():
             forkserver.ensure_running()
@@ -139,17 +144,16 @@ def _forkserver_running(started: Sequence[Any]) -> Iterator[None]:
     except KeyboardInterrupt:
         if not started and (pid := _server_pid()) not in (None, before):
             os.kill(pid, signal.SIGTERM)
-            vars(forkserver)[
-                "_forkserver"
-            ]._stop()  # waits for its end: a later launch starts another one
+            # Waits until the server has ended, so that a later launch starts a new one
+            vars(forkserver)["_forkserver"]._stop()
         raise
 
 
 @contextmanager
 def _defer_ctrl_c() -> Iterator[None]:
-    """Within, Ctrl-C waits, and processes that are started never get it: they inherit the signals
-    that this thread blocks. Another thread may get the signal, and Python raises in the main
-    thread: there the handler waits too."""
+    """Within this context, Ctrl-C is deferred, and processes that are started never get it, since
+    they inherit the signals that this thread blocks. Another thread may still get the signal, for
+    which Python calls the handler in the main thread, so the handler is deferred there too."""
     handler = signal.getsignal(signal.SIGINT)
     handles = threading.current_thread() is threading.main_thread() and handler is not None
     came: list[Any] = []
@@ -172,7 +176,7 @@ def _server_pid() -> int | None:
 
 @contextmanager
 def _explain_start_errors(call: str) -> Iterator[None]:
-    """Raise ProgramError for errors of multiprocessing about what it cannot start."""
+    """Raise ProgramError for the errors by which multiprocessing refuses to start a process."""
     try:
         yield
     except (AttributeError, TypeError, pickle.PicklingError) as error:
@@ -198,18 +202,20 @@ def _start(
         target=_run_rank, args=(theirs, environment, fn, args), name=name
     )
     try:
-        with _defer_ctrl_c():  # an interrupted request would end the server with a traceback
+        # An interrupted request would end the server with a traceback.
+        with _defer_ctrl_c():
             process.start()
     except BaseException:
-        ours.close()  # a rank that starts later ends when its pipe is closed
+        # A rank that starts after this ends because its pipe is closed (`_end_with_parent`).
+        ours.close()
         raise
     theirs.close()
     return process, ours
 
 
 def _environment(rank: int, num_ranks: int, port: int, secret: Secret) -> dict[str, str]:
-    """The variables that torchrun sets, and the run's secret. The store is in this process, as it
-    is in torchrun's agent."""
+    """The variables that torchrun sets, and the run's secret. This process hosts the store, as
+    torchrun's agent does."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -225,18 +231,22 @@ def _environment(rank: int, num_ranks: int, port: int, secret: Secret) -> dict[s
 def _run_rank(
     pipe: Connection, environment: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server may have been started by other code
-    # Tqdm's own lock is a semaphore of the system, which a killed rank would leave
+    # Other code may have started the server, without Ctrl-C blocked.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # tqdm's default lock is a system semaphore, which a killed rank would leak.
     tqdm.set_lock(threading.RLock())
     os.environ.update(environment)
     threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
-    if "OMP_NUM_THREADS" not in os.environ:  # ranks that each take all cores slow each other down
+    # Ranks that each use all cores slow each other down.
+    if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(
             max(1, torch.get_num_threads() // int(environment["LOCAL_WORLD_SIZE"]))
         )
     try:
         message = _pickled_result(fn, fn(*args))
-        atexit._run_exitfuncs()  # transports close after what they sent has left; multiprocessing does not call these
+        # multiprocessing skips exit functions, but transports need them: they close only after
+        # everything that they sent has left.
+        atexit._run_exitfuncs()
     except SystemExit:
         raise
     except BaseException as error:
@@ -245,16 +255,16 @@ def _run_rank(
 
 
 def _send(pipe: Connection, message: bytes) -> None:
-    """Send a rank's last word. A launcher that was interrupted no longer reads it."""
+    """Send a rank's result. A launcher that was interrupted no longer reads it."""
     with suppress(BrokenPipeError):
         pipe.send_bytes(message)
     pipe.close()
 
 
 def _end_with_parent(pipe: Connection) -> None:
-    """End this rank when its launcher ends, or when nobody reads the pipe since the start was
-    interrupted. `os._exit`, since only the main thread could end the process in an orderly way, and
-    it may never return to Python."""
+    """End this rank when its launcher ends, or when nobody reads the pipe because the start was
+    interrupted. It calls `os._exit`, since only the main thread could end the process in an orderly
+    way, and that thread may never return to Python."""
     parent = mp.parent_process()
     assert parent is not None, "a rank is started by a process"
     wait([parent.sentinel, pipe])
@@ -277,7 +287,8 @@ def _pickled_error(error: BaseException) -> bytes:
     try:
         message = pickle.dumps(RankResult(error=error, text=text))
         pickle.loads(message)
-    except Exception:  # an error that cannot be pickled: send its text
+    except Exception:
+        # The error cannot be pickled, or not be unpickled: send its text.
         return pickle.dumps(RankResult(error=RuntimeError(described(error)), text=text))
     return message
 
@@ -287,8 +298,8 @@ def _await_results(
     grace: float,
     write_end: Callable[[int, Exit], None],
 ) -> dict[int, RankResult]:
-    """The end of each rank; after a first failure the others have `grace` seconds. `write_end`
-    tells all ranks of each."""
+    """How each rank ended. After the first failure, the other ranks have `grace` seconds to end.
+    `write_end` tells all ranks how each one ended."""
     ended: dict[int, RankResult] = {}
     deadline = math.inf
     pipes = {ours: rank for rank, (_, ours) in enumerate(started)}
@@ -326,7 +337,7 @@ def _read(pipe: Connection, process: BaseProcess) -> RankResult:
 
 
 def _exit(ended: RankResult) -> Exit:
-    """The end of a rank, as the other ranks are told."""
+    """How a rank ended, in the form in which the other ranks are told."""
     if ended.error is not None:
         return Exit(False, f"it raised {described(ended.error)}")
     if ended.exit:
@@ -344,8 +355,8 @@ def _rank_errors(ended: dict[int, RankResult]) -> list[RankError]:
 def _results(
     ended: dict[int, RankResult], started: list[tuple[BaseProcess, Connection]]
 ) -> list[Any]:
-    """The results of all ranks; raises the error that says most: that of a rank that failed itself,
-    or of one that was told of a failure."""
+    """The results of all ranks. Otherwise raises the most informative error: preferably the error
+    of a rank that failed itself, not of a rank that was told of a failure."""
     silent = [rank for rank, result in sorted(ended.items()) if result.exit]
     failed = [rank for rank, result in sorted(ended.items()) if result.error is not None]
     if not failed and not silent:
@@ -367,12 +378,12 @@ def _results(
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:
-    """End the processes that have not ended."""
+    """Terminate the processes that are still running."""
     _join(processes, 0.1 * len(processes))
     for process in filter(_runs, processes):
         process.terminate()
         with suppress(ProcessLookupError):
-            # A stopped process does not get SIGTERM before this
+            # A stopped process gets SIGTERM only once it continues.
             os.kill(cast("int", process.pid), signal.SIGCONT)
     _join(processes, 2.0)
     for process in filter(_runs, processes):
@@ -385,7 +396,7 @@ def _runs(process: BaseProcess) -> bool:
 
 
 def _join(processes: Sequence[BaseProcess], seconds: float) -> None:
-    """Wait for the end of all, for at most so many seconds."""
+    """Wait until all processes have ended, for at most this many seconds."""
     end = time.monotonic() + seconds
     for process in processes:
         process.join(max(end - time.monotonic(), 0))

@@ -1,5 +1,5 @@
-"""The transport `Local`: all ranks in one process and one thread, which performs their effects in
-turn."""
+"""The transport `Local`: all ranks in one process and one thread, which performs their effects one
+after the other."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from weft.trees import tree_map
 
 @attrs.frozen(eq=False)
 class Queues:
-    """The messages on each edge, between ranks that share their memory: the values themselves."""
+    """The messages on each edge. Since ranks share memory, a message is the value itself."""
 
     num_ranks: int
     waiting: dict[Edge, deque[Any]] = attrs.field(factory=dict)
@@ -27,8 +27,8 @@ class Queues:
 class LocalLink:
     """One rank's ends of the queues.
 
-    A lent value must be copied before its sender runs again. It is copied when it is received, so
-    that a fence has nothing left to wait for.
+    A lent value must be copied before its sender runs again. It is copied on receipt, so a fence
+    has nothing to wait for.
     """
 
     rank: int
@@ -49,13 +49,14 @@ class LocalLink:
         return value
 
     def fence(self, effect: Fence, /) -> None:
-        pass  # `interleave` performs it after all was received
+        # `interleave` orders a fence after the receives that it waits for.
+        pass
 
 
 @attrs.frozen
 class Local:
     """A transport that performs the effects of all ranks one after the other, in an order that the
-    programs allow."""
+    programs allow, in the caller's thread."""
 
     @property
     def member(self) -> None:

@@ -1,5 +1,5 @@
-"""`SharedRun`: the state that the threads of a run share, in which they pass messages and meet in
-collectives."""
+"""`SharedRun`: the state that the threads of a run share, through which they pass messages and meet
+in collectives."""
 
 import threading
 import time
@@ -15,7 +15,7 @@ from weft.transforms.pipelines.machine import Edge, Step, puts, takes
 from weft.transforms.pipelines.transports.watching.failures import Failure, blockers, culprit
 
 _SAME = "the same collectives in the same order on all ranks of a group, with one shape and dtype"
-# Messages that an edge between threads holds; a sender waits if there are more.
+# The number of messages that an edge between threads holds; a sender waits while it is full.
 _CAPACITY = 2
 
 # The messages on an edge, each with the number of its micro-batch.
@@ -28,9 +28,9 @@ class SharedRun:
 
     Args:
         checked: the programs of the run.
-        timeout: seconds without progress after which a rank has stalled.
-        edges: with the messages that earlier runs sent and this one receives.
-        first: the number, over all runs, of the first micro-batch of this one.
+        timeout: seconds without progress after which a rank counts as stalled.
+        edges: the edges, with the messages that earlier runs sent and this run receives.
+        first: the number of this run's first micro-batch, counted over all runs.
     """
 
     def __init__(
@@ -52,29 +52,33 @@ class SharedRun:
         for edge in puts(step, self.num_ranks):
             with self._changed:
                 queue = self._edges.setdefault(edge, deque())
-                if edge.carries == "stages":  # what returns may be received in a later run
+                # A returning output does not wait for room, since it may be received only in a
+                # later run.
+                if edge.carries == "stages":
                     self._wait(step, partial(_has_room, queue), edge.to)
                 queue.append((self._first + step.effect.microbatch, value))
                 self._changed.notify_all()
 
     def take(self, step: Step, copied: Callable[[Any], Any]) -> Any:
-        """Take a message off its edge, when there is one; `copied` makes it the receiver's."""
+        """Wait for a message and take it off its edge; `copied` makes it the receiver's own."""
         edge = takes(step)
         assert edge is not None, "only an effect that takes is received"
         with self._changed:
             queue = self._edges.setdefault(edge, deque())
             self._wait(step, lambda: bool(queue), edge.source)
+            # Copy before the message leaves the queue: a fence waits only for messages in it, and
+            # then the sender overwrites the value.
             value = copied(queue[0][1])
             queue.popleft()
             self._changed.notify_all()
         return value
 
     def meet(self, rank: int, effect: Collective, message: Any) -> list[Any]:
-        """The messages of all ranks that take part in a collective, in their order.
+        """The messages of all ranks that take part in a collective, in the order of its ranks.
 
         Raises:
-            ProgramError: another rank comes with another collective, or another tensor, or is at
-                its end.
+            ProgramError: another rank comes with a different collective or tensor, or is at its
+                end.
         """
         with self._changed:
             number = self._met[rank, effect.ranks]
@@ -98,13 +102,15 @@ class SharedRun:
                         f"rank {rank}: '{effect}'", f"rank {ended()} is at its end", _SAME
                     )
                 raise self.failure.for_rank(rank, str(effect))
-            self._meetings.pop((effect.ranks, number), None)  # the others hold it
+            # The other ranks hold `there` already.
+            self._meetings.pop((effect.ranks, number), None)
         refuse_unlike(rank, effect, {other: collective for other, (collective, _) in there.items()})
         return [there[other][1] for other in effect.ranks]
 
     def await_received(self, step: Step) -> None:
-        """Wait until the next rank has received what this rank's stage sent of a micro-batch. What
-        returns is a copy (`StageRun.copies_results`), and may be received in a later run."""
+        """Wait until the next rank has received this rank's result for a micro-batch. A returning
+        output needs no wait: it is a copy (`StageRun.copies_results`), and may be received only in
+        a later run."""
         mb = self._first + step.effect.microbatch
         with self._changed:
             for edge in [e for e in self._edges if e.source == step.rank and e.carries == "stages"]:
@@ -112,20 +118,20 @@ class SharedRun:
                 self._wait(step, partial(_holds_none, queue, mb), edge.to)
 
     def fail(self, failure: Failure) -> None:
-        """Note a failure, unless there is one."""
+        """Note a failure, unless an earlier one was noted."""
         with self._changed:
             self.failure = self.failure or failure
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Note that a rank has come to its end, well or not."""
+        """Note that a rank has ended, with or without an error."""
         with self._changed:
             self.left -= 1
             self._changed.notify_all()
 
     def join(self) -> None:
-        """Wait for all ranks; after a failure no longer than the time-out, since a rank may never
-        end."""
+        """Wait until all ranks have ended. After a failure, wait no longer than the time-out, since
+        a rank may never end."""
         with self._changed:
             self._progress(lambda: self.left == 0, self._unfinished)
             if self.failure is not None:
@@ -141,8 +147,8 @@ class SharedRun:
             raise self.failure.for_rank(step.rank, str(step.effect))
 
     def _progress(self, ready: Callable[[], bool], peer: Callable[[], int]) -> None:
-        """Wait until `ready()`, or a failure. If no rank makes progress for the time-out, a rank
-        has stalled."""
+        """Wait until `ready()` or a failure. If no rank makes progress within the time-out, a rank
+        has stalled, which is a failure."""
         start = time.monotonic()
         last_positions = list(self.at)
         while not ready() and self.failure is None:
@@ -174,7 +180,7 @@ class SharedRun:
 
 
 def refuse_unlike(rank: int, effect: Collective, there: Mapping[int, Collective]) -> None:
-    """Raise ProgramError if a rank came to a meeting with another collective than this one."""
+    """Raise ProgramError if another rank performs a different collective."""
     for other, collective in there.items():
         if collective != effect:
             raise ProgramError(

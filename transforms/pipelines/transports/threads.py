@@ -1,5 +1,5 @@
-"""The transport `Threads`: one process, and a thread for each rank, each on its own device if there
-are several."""
+"""The transport `Threads`: one process with a thread for each rank, optionally each on its own
+device."""
 
 import contextvars
 import functools
@@ -34,19 +34,20 @@ _DEVICES: Rule = (
 
 
 class Threads:
-    """A transport with a thread for each rank, which lives as long as the transport: a stage
-    compiles and captures in it.
+    """A transport with a thread for each rank, which lives as long as the transport: stages compile
+    and capture in these threads.
 
-    What is in force around a call is in force in these threads: grad and inference mode, autocast,
-    the default device, hooks on saved tensors (which run in them), CUDA's current stream, weft's
+    The threads take over the caller's context: grad and inference mode, autocast, the default
+    device, hooks on saved tensors (which run in these threads), CUDA's current stream, weft's
     contexts. Function modes, dispatch modes and captures are refused. Between calls the threads
     hold no batch and no result.
 
     Args:
-        devices: one per rank. Batches and messages are moved there, and outputs come back on rank
-            0's. Params and state must already be there. None: tensors stay where they are.
+        devices: one per rank. Batches and messages are moved to the rank's device, and outputs are
+            returned on the device of rank 0. Params and state must already be on their devices.
+            None: tensors stay where they are.
         timeout: seconds that a rank may keep the others waiting without any progress before they
-            raise RankError. The first call of a step that compiles or captures counts too.
+            raise RankError. Compilation and capture in the first call of a step count too.
     """
 
     def __init__(
@@ -112,6 +113,8 @@ class Threads:
                 problem,
                 "a Threads() of its own for the inner pipeline, or Local()",
             )
+        # One run at a time: two callers would queue their tasks in different orders on the ranks,
+        # which then wait for each other for ever.
         with self._lock:
             if self._broken is not None:
                 raise self._broken.for_rank(0, "the next step")
@@ -124,15 +127,16 @@ class Threads:
     def _join(self, shared: SharedRun) -> None:
         try:
             shared.join()
-        except BaseException as error:  # Ctrl-C: no rank may wait for one that is told to stop
+        except BaseException as error:
+            # Ctrl-C in the caller: end the waits of all ranks.
             shared.fail(Failure(0, "the caller's wait", repr(error)))
             raise
         failure = shared.failure
         if failure is None:
             return
-        # A thread that is late holds `shared`, and an error holds the frames that it went through,
-        # with the batches in them and this transport, which then never ends: only the caller keeps
-        # the error.
+        # Keep the error out of `shared`. A thread that is still running holds `shared`, and an
+        # error holds its frames, with their batches and this transport. The transport would then
+        # never be freed.
         cause = failure.error
         shared.failure = attrs.evolve(failure, error=None)
         if shared.left:
@@ -162,7 +166,8 @@ class Threads:
         self._threads = []
 
     def __del__(self) -> None:
-        if hasattr(self, "_tasks"):  # not if __init__ raised
+        # `_tasks` is missing if __init__ raised.
+        if hasattr(self, "_tasks"):
             self.close()
 
     def _task(
@@ -208,7 +213,8 @@ class Threads:
 def _run_tasks(tasks: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
     while (task := tasks.get()) is not None:
         task()
-        del task  # it holds the batches and the state, and the next one may never come
+        # It holds the batches and the state, and the next task may never come.
+        del task
 
 
 @attrs.frozen(eq=False)
@@ -230,13 +236,14 @@ class ThreadLink:
             raise CaptureError(
                 f"rank {self.rank}: '{effect}'", problem, "Distributed(): a process for each rank"
             )
+        # A clone: other ranks may read it after this rank has overwritten `x`.
         every = self.shared.meet(self.rank, with_schema(effect, x), self._message(x.clone()))
         return combine(effect, [self._to_device(message) for message in every])[
             effect.ranks.index(self.rank)
         ].contiguous()
 
     def _message(self, value: Any) -> tuple[Any, torch.cuda.Event | None]:
-        """A value with the event after which it is there."""
+        """A value, and the CUDA event after which it is ready (None: now)."""
         ready = None
         if self.device is not None and self.device.type == "cuda":
             ready = torch.cuda.Event()
@@ -253,15 +260,16 @@ class ThreadLink:
         self.shared.await_received(Step(self.rank, effect))
 
     def _to_device(self, message: tuple[Any, torch.cuda.Event | None]) -> Any:
-        """The value of a message on this rank's device."""
+        """The value of a message, on this rank's device."""
         value, ready = message
         if ready is not None:
+            # The sender's thread uses another stream.
             torch.cuda.current_stream().wait_event(ready)
         return tree_map(lambda x: to_device(x, self.device, copy=self.lends), value)
 
 
 def to_device(leaf: Any, device: torch.device | None, copy: bool = False) -> Any:
-    """A tensor on the device (None: where it is), copied if `copy`; anything else as it is."""
+    """A tensor on the device (None: where it is), copied if `copy`; other leaves are unchanged."""
     if not isinstance(leaf, Tensor):
         return leaf
     if device is not None:
@@ -272,8 +280,8 @@ def to_device(leaf: Any, device: torch.device | None, copy: bool = False) -> Any
 
 
 def _refuse_unseen(call: str) -> None:
-    """Raise CaptureError if something is in force in this thread that cannot be in force in another
-    one: a capture, or a torch function mode."""
+    """Raise CaptureError if a capture or a torch function mode is active in this thread: neither
+    can be carried over to another thread."""
     modes = [type(mode).__name__ for mode in function_modes() if not isinstance(mode, str)]
     if in_dispatch_mode():
         where = "inside a captured function"
@@ -294,8 +302,8 @@ def _refuse_unseen(call: str) -> None:
 
 
 def thread_context(device: torch.device | None) -> Callable[[], AbstractContextManager[None]]:
-    """A context that puts in force, in another thread, what is in force in this one
-    (`surroundings`). Work on `device` follows this thread's stream."""
+    """A context manager that carries this thread's context (`surroundings`) over to another thread.
+    Work on `device` is ordered after this thread's stream, and that stream waits for it."""
     inherited = surroundings()
     if device is not None and device.type == "cuda":
         here = torch.cuda.current_stream()
