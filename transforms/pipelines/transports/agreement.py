@@ -273,6 +273,7 @@ def _entry_text(entry: tuple[str, ...] | None, count: int) -> str:
 
 
 def header_bytes(header: dict[str, Any]) -> bytes:
+    """A header as the bytes that are sent."""
     return json.dumps(header, separators=(",", ":")).encode()
 
 

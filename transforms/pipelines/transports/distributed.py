@@ -301,7 +301,7 @@ class Distributed:
         if isinstance(self.end, DeviceEnd):
             self.monitor.move_to_sync()
             event = self._watchdog.launched(self.monitor.here)
-            # Not `event.synchronize()`, which would not return if another rank fails
+            # Poll: a blocking wait may not return if another rank fails.
             while event is not None and not event.query():
                 self._watchdog.check()
                 time.sleep(_PAUSE)

@@ -263,7 +263,7 @@ class ThreadLink:
         """The value of a message, on this rank's device."""
         value, ready = message
         if ready is not None:
-            # The sender's thread uses another stream.
+            # The sender may use another stream.
             torch.cuda.current_stream().wait_event(ready)
         return tree_map(lambda x: to_device(x, self.device, copy=self.lends), value)
 

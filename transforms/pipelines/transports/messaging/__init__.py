@@ -1,1 +1,1 @@
-"""Messages between processes: the network of a run, its connections, and what goes over them."""
+"""Messages between processes: the network of a run, its connections, and the data sent by them."""

@@ -1,9 +1,9 @@
-"""Values as JSON, by which ranks exchange them without pickle.
+"""Values as JSON, so that ranks can exchange them without pickle.
 
 A value is a number, a text, bytes, a dtype or a device of torch, or a container of these: a tuple,
-list, dict, set, named tuple, enum, attrs class, dataclass or pytree node. A class travels by its
-name, and is looked up among the classes that the receiver has already loaded: nothing is imported,
-and only such classes are called.
+list, dict, set, named tuple, enum, attrs class, dataclass or pytree node. A class travels as its
+name, and the receiver looks it up among the classes that it has already loaded. Nothing is
+imported, and only classes of these kinds are called.
 """
 
 import base64
@@ -28,7 +28,7 @@ def dumps(value: Any, call: str) -> bytes:
     """A value as bytes.
 
     Raises:
-        ProgramError: JSON cannot hold it; `call` is the call that the error names.
+        ProgramError: the value cannot be encoded; the error names `call`.
 
     >>> loads(dumps((1, 2.5, {"a": torch.float16}), "f(x)"))
     (1, 2.5, {'a': torch.float16})
@@ -37,10 +37,11 @@ def dumps(value: Any, call: str) -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """The value that `dumps` made into these bytes.
+    """The value from its bytes, made by `dumps`.
 
     Raises:
-        ValueError: `dumps` cannot have made them, or this process has not loaded a class in them.
+        ValueError: `dumps` cannot have made these bytes, or they name a class that this process has
+            not loaded.
     """
     return _decoded(json.loads(data))
 
@@ -50,9 +51,11 @@ def _encoded(value: Any, call: str) -> Any:
     if kind in _JSON:
         return value
     if kind is int:
+        # Many JSON readers hold numbers as float64, which is exact only below 2**53.
         if abs(value) < 2**53:
             return value
         return ["int", str(value)]
+    # `hex` is exact, and also covers infinities and NaN, which JSON lacks.
     if kind is float:
         return ["float", value.hex()]
     if kind is complex:
@@ -108,8 +111,8 @@ def _encoded_object(value: Any, kind: type, call: str) -> Any:
 
 
 def _fields(kind: type) -> dict[str, str] | None:
-    """The arguments of an attrs class or a dataclass, and the fields that hold them; None for other
-    classes."""
+    """The constructor arguments of an attrs class or a dataclass, each with the field that holds
+    it; None for other classes."""
     if attrs.has(kind):
         return {str(field.alias): field.name for field in attrs.fields(kind) if field.init}
     if dataclasses.is_dataclass(kind):

@@ -1,8 +1,8 @@
-"""Messages between processes, which `ProcessLink` sends and receives: a header by `wire`, and
-tensors by the operators `weft::send` and `weft::recv` (`weft.ops.transfers.transfer`), which find
-the `ProcessEnd` of gloo, NCCL or peer memory.
+"""Messages between processes, sent and received by `ProcessLink`. The header travels by `wire`, and
+tensors travel by the operators `weft::send` and `weft::recv` (`weft.ops.transfers.transfer`), which
+call the `ProcessEnd` of gloo, NCCL or peer memory.
 
-The header has the layout of the value, which a receiver gets once.
+The header of the first message of its kind contains the value's layout, which the receiver keeps.
 """
 
 import functools
@@ -35,13 +35,13 @@ from weft.transforms.pipelines.transports.watching.monitor import Monitor
 from weft.trees import TreeSpec, tree_flatten, tree_unflatten
 from weft.value_keys import value_key
 
-# The layouts that each end of an edge keeps.
+# How many layouts each end of an edge keeps
 _MAX_LAYOUTS = 1024
 
 
 @attrs.frozen
 class TensorSpec:
-    """The shape and dtype of a tensor that the receiver must make."""
+    """The shape and dtype of a tensor that the receiver must allocate."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -49,16 +49,16 @@ class TensorSpec:
 
 @attrs.frozen
 class Constant:
-    """A leaf that is not a tensor, and travels with the layout. Values that compare equal but are
-    unlike, such as 1 and True, differ."""
+    """A leaf that is not a tensor; it travels in the layout. Values that compare equal but have
+    different types, such as 1 and True, count as different."""
 
     value: Any = attrs.field(eq=value_key)
 
 
 @attrs.frozen
 class MessageLayout:
-    """The structure of a value and the kind of each leaf, from which a receiver builds it with the
-    tensors it gets."""
+    """The structure of a value and the kind of each leaf, from which a receiver rebuilds the value
+    with the tensors that it gets."""
 
     structure: TreeSpec
     leaves: tuple[TensorSpec | Constant, ...]
@@ -70,25 +70,26 @@ class MessageLayout:
         return cls(structure, _specs(leaves), Schema.of(value))
 
     def is_of(self, leaves: Sequence[Any], structure: TreeSpec) -> bool:
-        """Whether a value with these leaves has this layout; its schema follows from them."""
+        """Whether a value with these leaves has this layout. The schema need not be compared, since
+        it follows from the leaves."""
         return self.leaves == _specs(leaves) and self.structure == structure
 
     def dumps(self, call: str) -> str:
-        """The layout as text. Raises ProgramError for a constant that cannot be JSON; `call` is the
-        call that the error names."""
+        """The layout as text. Raises ProgramError, which names `call`, for a constant that JSON
+        cannot hold."""
         return json_values.dumps(
             (tree_unflatten(self.leaves, self.structure), self.schema), call
         ).decode()
 
     @classmethod
     def loads(cls, text: str) -> "MessageLayout":
-        """The layout that `dumps` made into this text."""
+        """The layout from its text, made by `dumps`."""
         value, schema = json_values.loads(text.encode())
         leaves, structure = tree_flatten(value)
         return cls(structure, tuple(leaves), schema)
 
     def tensors(self) -> list[TensorSpec]:
-        """The tensors among the leaves."""
+        """The leaves that are tensors."""
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
 
     def empty(self, device: torch.device) -> list[Tensor]:
@@ -96,7 +97,7 @@ class MessageLayout:
         return [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in self.tensors()]
 
     def build(self, tensors: list[Tensor]) -> Any:
-        """The value with the tensors that were received."""
+        """The value, rebuilt with the received tensors."""
         received = iter(tensors)
         leaves = [
             leaf.value if isinstance(leaf, Constant) else next(received) for leaf in self.leaves
@@ -125,7 +126,7 @@ def _specs(leaves: Sequence[Any]) -> tuple[TensorSpec | Constant, ...]:
 
 
 class DeviceEvent(Protocol):
-    """An event of a device's stream, after the work launched so far."""
+    """An event of a device's stream, recorded after the work launched so far."""
 
     def query(self) -> bool:
         """Whether that work is done."""
@@ -135,14 +136,14 @@ class ProcessEnd(transfer.End, Protocol):
     """One rank's end of the edges between processes: it carries the tensors of messages."""
 
     def connect(self, timeout: float, /) -> None:
-        """Connect to the other ranks, which all call this."""
+        """Connect to the other ranks. All ranks call this."""
 
     def perform(self, effect: Collective, x: Tensor, tag: int, /) -> Tensor:
-        """This rank's result of a collective, from its dense tensor, in new memory. All ranks of
-        the collective call it, with the same tag."""
+        """This rank's result of a collective, in new memory. `x` is this rank's dense tensor. All
+        ranks of the collective call this with the same tag."""
 
     def drain(self) -> None:
-        """Return when later work of this rank may overwrite all that was sent."""
+        """Wait until later work of this rank may overwrite everything that was sent."""
 
     def close(self, failed: bool = False) -> None:
         """Close the connections, if they are open."""
@@ -150,23 +151,23 @@ class ProcessEnd(transfer.End, Protocol):
 
 @runtime_checkable
 class DeviceEnd(ProcessEnd, Protocol):
-    """An end whose sends and receives return early, and are done in the order of a device's stream,
-    which a watchdog watches."""
+    """An end whose sends and receives return before they are done. They run in the order of a
+    device's stream, which a watchdog watches."""
 
     def record_event(self) -> DeviceEvent | None:
         """An event after all work launched so far; None if the work was only captured."""
 
     def abort(self) -> None:
-        """End every wait on the device, from any thread at any time; messages that were awaited are
-        lost."""
+        """End every wait on the device. Any thread may call this at any time. The awaited messages
+        are lost."""
 
 
 class ProcessLink:
     """One rank's ends of the edges between processes. A message is a header, sent by the wire, and
     tensors, sent by the end. The receiver compares the header with its own journal.
 
-    On the CPU the header is read before the tensors. On a device the host must not wait, so the
-    header of a message whose layout is known may be read later, but before the host reads what was
+    On the CPU the header is read before the tensors. With a device, the host must not wait, so it
+    may read the header of a message with a known layout later, but not later than it reads results
     computed from the message (`received`).
 
     Args:
@@ -193,29 +194,34 @@ class ProcessLink:
         self.checked: CheckedPrograms | None = None
         self._on_device = isinstance(end, DeviceEnd)
         self._number = transfer.register(end)
-        self._keys: dict[Any, str] = {}  # by what they are made of
-        self._layouts_by_key: dict[str, MessageLayout] = {}  # of the messages that this rank sends
-        self._layouts_sent: dict[int, dict[str, None]] = {}  # by peer: those that it knows
+        # The keys of layouts, by what each is computed from
+        self._keys: dict[Any, str] = {}
+        # The layouts of the messages that this rank sends
+        self._layouts_by_key: dict[str, MessageLayout] = {}
+        # By peer: the keys of the layouts that it knows from this rank
+        self._layouts_sent: dict[int, dict[str, None]] = {}
         self._layouts_received: dict[int, dict[str, MessageLayout]] = {}
-        # By peer: the headers still to be read, each with the key of its layout, and what it must
-        # say.
+        # By peer: the headers still to be read. Each entry is the message's number over all peers,
+        # the key of its layout, and what the header must say.
         self._awaited: dict[int, deque[tuple[int, str, Expected | Meeting]]] = {}
         self._count = 0
         self._meetings = 0
         self._first = 0
 
     def begin(self, checked: CheckedPrograms, first: int) -> None:
-        """Begin a run whose micro-batch 0 has the number `first` over all runs that it goes on
-        from."""
+        """Begin a run. Its micro-batch 0 has the number `first`, counted over this run and the runs
+        that it continues."""
         self.checked = checked
         self._first = first
         self.agreement.begin(checked, first, self.monitor.here.step)
-        if checked.lends:  # this run has no fence for what the run before it sent last
+        # This run's programs have no fence for the last messages of the previous run.
+        if checked.lends:
             self._drain()
 
     def send(self, effect: Send | Broadcast, value: Any) -> None:
         edges = puts(Step(self.monitor.rank, effect), self.monitor.num_ranks)
-        if not edges:  # the output of a pipeline of one stage, which no other rank gets
+        # In a pipeline of one rank, no other rank gets the output.
+        if not edges:
             return
         every, structure = tree_flatten(value)
         tensors = [x for x in every if isinstance(x, Tensor)]
@@ -248,6 +254,7 @@ class ProcessLink:
         self._count += 1
         expected = self.agreement.expect(microbatch, isinstance(effect, Broadcast))
         self._awaited.setdefault(source, deque()).append((self._count, key, expected))
+        # Without the layout, the host must wait for the header, which contains it.
         if self._on_device and key in layouts:
             self.compare_arrived()
         else:
@@ -263,14 +270,16 @@ class ProcessLink:
         return transfer.register(self)
 
     def perform(self, effect: Collective, x: Tensor, /) -> Tensor:
-        """This rank's result of a collective. Each rank tells all others where it is, and the end
-        moves the tensors. On the CPU that begins after the ranks were compared."""
+        """This rank's result of a collective. Each rank sends all others a header that says where
+        it is, and the end moves the tensors. On the CPU, that begins only after the headers were
+        compared."""
         effect = with_schema(effect, x)
         self._refuse_odd(effect, x)
         self._meetings += 1
         met = self.agreement.meet(str(effect), self._meetings)
         peers = set(effect.ranks) - {self.monitor.rank}
         with self.monitor.at_collective(effect, self._meetings):
+            # Send to all before waiting for any, so that ranks do not wait for each other.
             for peer in sorted(peers):
                 self.send_bytes(peer, header_bytes(self.agreement.meeting_header(peer, met)))
             for peer in sorted(peers):
@@ -285,18 +294,18 @@ class ProcessLink:
             )
 
     def compare_arrived(self) -> None:
-        """Compare the headers that have arrived. Raises as `recv_bytes` does, and ProgramError for
-        one that differs."""
+        """Compare the headers that have arrived. Raises the errors of `recv_bytes`, and
+        ProgramError for a header that differs."""
         for source, awaited in self._awaited.items():
             while awaited and (payload := self._poll(source)) is not None:
                 self._compare_head(source, payload)
 
     def received(self, last: int | None = None) -> Callable[[], None]:
-        """A function that waits for the headers of messages received so far, and compares them; it
-        raises as `compare_arrived` does.
+        """A function that waits for the headers of the messages received so far, and compares them.
+        It raises the errors of `compare_arrived`.
 
         Args:
-            last: the number of the last micro-batch that counts; None: all count.
+            last: the number of the last micro-batch that counts. None: all count.
         """
         headers = [header for awaited in self._awaited.values() for header in awaited]
         counted = (
@@ -313,8 +322,8 @@ class ProcessLink:
         return compare
 
     def _compare(self, source: int, count: int) -> None:
-        """Compare the headers from a rank, up to the header of the message with number `count` over
-        all ranks."""
+        """Compare the headers from a rank, up to that of message number `count` (counted over all
+        ranks)."""
         awaited = self._awaited[source]
         while awaited and awaited[0][0] <= count:
             self._compare_head(source, self._recv_bytes(source))
@@ -336,11 +345,12 @@ class ProcessLink:
             self.wire.send(peer, payload)
 
     def recv_bytes(self, peer: int) -> bytes:
-        """The next bytes that a rank's host sent to this one, after the headers of all messages.
+        """The next bytes that a rank's host sent to this rank by `send_bytes`.
 
         Raises:
-            RankError: the rank has gone, or keeps this one waiting for too long.
+            RankError: the rank has gone, or keeps this rank waiting for too long.
         """
+        # Headers come by the same connection: read those of all earlier messages first.
         self.received()()
         return self._recv_bytes(peer)
 
@@ -356,10 +366,11 @@ class ProcessLink:
         self._drain()
 
     def _drain(self) -> None:
-        """Wait until what stages sent may be overwritten. What returns is a copy
-        (`StageRun.copies_results`), and may be received in a later run."""
+        """Wait until the results that stages sent may be overwritten. Returning outputs do not
+        matter: they are copies (`StageRun.copies_results`), and may be received in a later run."""
         assert self.checked is not None, "a run has begun"
-        if self.checked.sends_on(self.monitor.rank):  # else it sends nothing but what returns
+        # A rank that does not send on sends only returning outputs.
+        if self.checked.sends_on(self.monitor.rank):
             self.end.drain()
 
     def _refuse_odd(self, effect: Send | Broadcast | Collective, tensor: Tensor) -> None:
@@ -389,8 +400,8 @@ class ProcessLink:
         raise ProgramError(f"rank {self.monitor.rank}: '{effect}'", problem, instead)
 
     def _key(self, effect: Send | Recv | Broadcast, source: int) -> str:
-        """The name of a message's layout: the same for all batches of a class, from the same rank
-        of the same pipeline."""
+        """The name of a message's layout. It is the same for all batches of a class that come from
+        the same stage of the same pipeline."""
         assert self.checked is not None, "a run has begun"
         classes = self.checked.programs[source].classes
         if classes:
@@ -419,8 +430,8 @@ class ProcessLink:
         leaves: Sequence[Any],
         structure: TreeSpec,
     ) -> MessageLayout:
-        """The layout of this message, which must be the one that was sent before for the same
-        class."""
+        """The layout of this message. It must equal the layout of the earlier messages with the
+        same key, because receivers get each layout only once."""
         earlier = self._layouts_by_key.get(key)
         if earlier is not None and earlier.is_of(leaves, structure):
             return earlier
@@ -445,7 +456,7 @@ class ProcessLink:
 
 def _keep(cache: dict[Any, Any], key: Any, value: Any) -> None:
     """Keep a value, and drop the oldest if there are too many. Both ends of an edge keep the same
-    ones, in the same order."""
+    values in the same order, so a sender knows which layouts the receiver still has."""
     cache[key] = value
     if len(cache) > _MAX_LAYOUTS:
         del cache[next(iter(cache))]
@@ -454,7 +465,7 @@ def _keep(cache: dict[Any, Any], key: Any, value: Any) -> None:
 def dense(tensor: Tensor) -> Tensor:
     """A contiguous tensor with the same values, with pending conjugations and negations done."""
     result = tensor.resolve_conj().resolve_neg().contiguous()
-    # A single value may have any stride
+    # A tensor of one value counts as contiguous with any strides.
     if result.numel() == 1:
         return result.as_strided((1,), (1,))
     return result
@@ -466,6 +477,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def _tag(key: str, microbatch: int) -> int:
-    """A number for a message that both ends know: from its class, its sender and its micro-batch."""
+    """A number for a message that both ends compute, from the key of its layout and the number of
+    its micro-batch (or from a collective and its number)."""
     digest = hashlib.blake2b(f"{key} {microbatch}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "little")

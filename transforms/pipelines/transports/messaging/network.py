@@ -1,8 +1,8 @@
 """The network of a run: the address at which each process listens, and the secret that only its
 ranks hold.
 
-Whatever ranks write for each other carries a tag that only the secret makes. A wrong tag is refused
-before anything is read. Nothing is encrypted.
+Everything that ranks write for each other carries a tag that can only be made with the secret. Data
+with a wrong tag is refused before it is parsed. Nothing is encrypted.
 """
 
 import hashlib
@@ -24,9 +24,9 @@ from weft.errors import ProgramError
 ADDRESS = "WEFT_ADDRESS"
 SECRET = "WEFT_SECRET"
 LOOPBACK = "127.0.0.1"
-# The least number of characters of a secret.
+# The least number of characters of a secret
 _LEAST = 16
-# Bytes of a tag.
+# The number of bytes of a tag
 _TAG = 16
 _EXPORT = "export WEFT_SECRET=$(openssl rand -hex 16), the same on every node"
 
@@ -45,7 +45,7 @@ class Secret:
     """The secret of a run: a process that holds it is a rank.
 
     Args:
-        key: its bytes.
+        key: the bytes of the secret.
     """
 
     key: bytes = attrs.field(repr=False)
@@ -61,22 +61,24 @@ class Secret:
         return self.key.decode()
 
     def tag(self, *parts: bytes) -> bytes:
-        """The tag of these parts: 16 bytes that only the secret makes."""
+        """The tag of these parts: 16 bytes that can only be made with the secret."""
+        # blake2b takes keys of at most 64 bytes.
         hasher = hashlib.blake2b(key=self.key[:64], digest_size=_TAG)
+        # The lengths keep other parts with the same concatenation from having the same tag.
         for part in parts:
             hasher.update(len(part).to_bytes(8, "little"))
             hasher.update(part)
         return hasher.digest()
 
     def seal(self, name: str, text: str) -> bytes:
-        """A text for a name, with its tag in front."""
+        """The text, preceded by its tag, which is valid only under this name."""
         return self.tag(name.encode(), text.encode()) + text.encode()
 
     def open(self, name: str, sealed: bytes) -> str:
         """The text that was sealed for the name.
 
         Raises:
-            ValueError: it was not sealed with this secret, or not for this name.
+            ValueError: the text was not sealed with this secret, or not for this name.
         """
         tag = sealed[:_TAG]
         text = sealed[_TAG:]
@@ -87,18 +89,18 @@ class Secret:
         return text.decode()
 
     def derived(self, *parts: bytes) -> "Secret":
-        """A secret for one connection."""
+        """A secret for one connection, derived from this secret and the parts."""
         return Secret(self.tag(b"derived", *parts))
 
 
 @contextmanager
 def shared_secret(configured: Secret | None, store: Store, rank: int) -> Iterator[Secret]:
-    """The secret of a run, while its ranks find each other: the given one; or else rank 0 writes a
-    fresh one to a file that only this user can read, and names the file in the store. A stranger
+    """The secret of a run, while its ranks find each other. If none is configured, rank 0 writes a
+    fresh one to a file that only this user can read, and names the file in the store. An attacker
     may name another file there, but cannot have written it.
 
     Raises:
-        ProgramError: others may use the folder of such files, or the named file is not in it.
+        ProgramError: other users may use the folder of such files, or the named file is not in it.
     """
     if configured is not None:
         yield configured
@@ -118,6 +120,7 @@ def shared_secret(configured: Secret | None, store: Store, rank: int) -> Iterato
                 file.unlink()
         return
     name = bytes(store.get("secret")).decode(errors="replace")
+    # The store is not trusted: a name with slashes could lead out of the folder.
     if re.fullmatch("[0-9a-f]{16}", name):
         key = _read(folder / name)
     else:
@@ -140,14 +143,15 @@ def _read(file: Path) -> bytes | None:
 
 
 def private_folder() -> Path:
-    """The folder for what ranks of one machine share, which only this user may read or write.
+    """The folder for files that ranks of one machine share. Only this user may read or write it.
 
     Raises:
-        ProgramError: others may, too.
+        ProgramError: other users may read or write it too.
     """
     base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     folder = Path(base) / f"weft-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
+    # `lstat` and the checks below: another user may have made the folder, or a link, before.
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ProgramError(
@@ -160,12 +164,12 @@ def private_folder() -> Path:
 
 @attrs.frozen
 class Network:
-    """The network of a run, by the launcher's variables.
+    """The network of a run, as the launcher's variables describe it.
 
     Args:
         address: the address of this machine at which this rank listens.
         one_node: whether all ranks are on this machine.
-        secret: the run's, if it was given.
+        secret: the secret of the run, if it is configured.
     """
 
     address: str
@@ -174,12 +178,12 @@ class Network:
 
     @classmethod
     def of(cls, environment: Mapping[str, str], num_ranks: int) -> "Network":
-        """The network that the variables describe: on one node the loopback address, on several the
-        one that the user named.
+        """The network that the variables describe. Its address is the loopback address on one node,
+        and the address named by the user on several nodes.
 
         Raises:
-            ProgramError: several nodes without an address or a secret; or a secret that is easily
-                guessed.
+            ProgramError: there are several nodes without an address or a secret; or the secret is
+                too short.
         """
         secret_text = environment.get(SECRET)
         master = environment.get("MASTER_ADDR", LOOPBACK)

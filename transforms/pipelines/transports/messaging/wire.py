@@ -1,9 +1,9 @@
 """The wire: a TCP connection between every two ranks, by which their hosts send each other bytes.
 
 Both ends of a connection prove that they hold the run's secret, and each frame carries a tag that
-only they can make. It does not use `multiprocessing.connection`: its listener serves one stranger
-at a time and waits for each without a limit, so that a silent one keeps ranks from connecting, and
-it signs no frames.
+only they can make. The wire does not use `multiprocessing.connection`, which does not sign frames,
+and whose listener serves one client at a time and waits for it without a limit, so that a silent
+client keeps ranks from connecting.
 """
 
 import hmac
@@ -25,11 +25,11 @@ _NONCE = 32
 _TAG = 16
 # Seconds in which a new connection must prove that it is a rank.
 _HELLO = 2.0
-# The connections that may at one time be unproven; the oldest is closed if there are more.
+# The most connections that may be unproven at a time; the oldest one is closed if there are more.
 _MOST_UNPROVEN = 64
-# Seconds before the next connection is accepted after this process could not open one.
+# Seconds to wait before the next connection is accepted, after accepting one failed.
 _PAUSE = 0.05
-# Seconds between two calls of the function that a wait calls.
+# Seconds between two calls of the function `look` during a wait.
 _LOOK = 0.1
 # The most bytes of a frame.
 _MOST = 2**31
@@ -56,8 +56,8 @@ class Wire:
     Args:
         rank: this rank.
         num_ranks: the number of ranks.
-        secret: the run's.
-        address: of this machine, at which the others reach this rank.
+        secret: the secret of the run.
+        address: the address of this machine at which the others reach this rank.
     """
 
     def __init__(self, rank: int, num_ranks: int, secret: Secret, address: str) -> None:
@@ -78,18 +78,20 @@ class Wire:
         """Connect to a rank below this one.
 
         Raises:
-            RefusedError: it does not hold the same secret.
-            OSError: it cannot be reached.
+            RefusedError: the other end does not hold the same secret.
+            OSError: the rank cannot be reached.
         """
         host, port = address.rsplit(" ", 1)
         sock = socket.create_connection((host, int(port)), timeout)
         try:
+            # Both ends choose a nonce, so that neither proof can be a replay of an earlier one.
             theirs = _read_exactly(sock, _NONCE)
             mine = os.urandom(_NONCE)
             who = self.rank.to_bytes(4, "little"), peer.to_bytes(4, "little")
             sock.sendall(who[0] + mine + self._secret.tag(b"connects", *who, theirs, mine))
             answer = b""
-            with suppress(OSError):  # it closes the connection where it refuses this rank's proof
+            # The other end closes the connection if it refuses this rank's proof.
+            with suppress(OSError):
                 answer = _read_exactly(sock, _TAG)
             if not hmac.compare_digest(answer, self._secret.tag(b"accepts", *who, theirs, mine)):
                 if not answer:
@@ -106,7 +108,7 @@ class Wire:
         """Wait until all ranks above this one have connected.
 
         Raises:
-            TimeoutError: a rank has not.
+            TimeoutError: a rank has not connected in time.
         """
         above = range(self.rank + 1, self.num_ranks)
         with self._arrived:
@@ -135,15 +137,15 @@ class Wire:
                 if oldest is not None:
                     _close_socket(oldest)
                 threading.Thread(target=self._welcome, args=(sock,), daemon=True).start()
-            except (
-                OSError,
-                RuntimeError,
-            ):  # the listener was closed; or too many files or threads are open for now
+            except (OSError, RuntimeError):
+                # The listener was closed; or there are too many open files or threads at present.
                 time.sleep(_PAUSE)
 
     def _welcome(self, sock: socket.socket) -> None:
-        """Keep one connection if it proves that it is a rank; close it if it sends anything else."""
+        """Keep a connection if it proves that it is a rank; close it if it sends anything else."""
         try:
+            # A deadline for the whole proof: a time-out for each read would let a client that sends
+            # byte by byte hold the connection.
             end = time.monotonic() + _HELLO
             sock.settimeout(_HELLO)
             mine = os.urandom(_NONCE)
@@ -161,9 +163,8 @@ class Wire:
                     and peer not in self._connections
                     and not self._closed
                 )
-                if not (
-                    proves and fits and sock in self._unproven
-                ):  # else it was closed as the oldest of too many
+                # A socket that is no longer in `_unproven` was closed as the oldest of too many.
+                if not (proves and fits and sock in self._unproven):
                     raise RefusedError
                 self._unproven.remove(sock)
                 sock.sendall(self._secret.tag(b"accepts", *parts))
@@ -173,11 +174,12 @@ class Wire:
             self._refused += 1
             sock.close()
         finally:
-            with self._arrived, suppress(ValueError):  # it has proved itself, or was closed
+            # ValueError: the socket has been removed, since it was proven or was closed.
+            with self._arrived, suppress(ValueError):
                 self._unproven.remove(sock)
 
     def send(self, peer: int, payload: bytes) -> None:
-        """Send a frame. It waits only if the peer has left megabytes unread.
+        """Send a frame. This waits only if the peer has left megabytes unread.
 
         Raises:
             OSError: the connection is closed.
@@ -196,7 +198,7 @@ class Wire:
         """The next frame from a rank.
 
         Args:
-            look: called now and then while there is none; it raises if none will come.
+            look: called now and then during the wait; it raises if no frame will come.
 
         Raises:
             ConnectionError: the connection is closed, or carries bytes that the rank did not send.
@@ -214,8 +216,8 @@ class Wire:
         return payload
 
     def meet(self) -> None:
-        """Wait until every rank has called this: a rank that is done at once must not close what
-        another one still connects."""
+        """Wait until every rank has called this. Otherwise a rank that finishes at once could close
+        its connections while another rank is still connecting."""
         peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
         for peer in peers:
             self.send(peer, b"")
@@ -226,7 +228,7 @@ class Wire:
         """The next frame from a rank; None if there is none yet.
 
         Raises:
-            ConnectionError: as `recv`.
+            ConnectionError: as for `recv`.
         """
         connection = self._connection(peer)
         while (payload := self._take(connection, peer)) is None and select.select(
@@ -250,6 +252,7 @@ class Wire:
         buffer = connection.buffer
         if len(buffer) < 4 + _TAG:
             return None
+        # A length above `_MOST` is not waited for: its frame is cut short here, and its tag fails.
         end = 4 + _TAG + int.from_bytes(buffer[:4], "little")
         if len(buffer) < end <= _MOST:
             return None
@@ -264,7 +267,7 @@ class Wire:
         return payload
 
     def close(self) -> None:
-        """Close all connections; whoever waits at the other end of one learns of it."""
+        """Close all connections. A rank that waits at the other end notices at once."""
         with self._arrived:
             self._closed = True
         self._stop_listening()
@@ -273,30 +276,34 @@ class Wire:
 
     def _stop_listening(self) -> None:
         self._has_stopped_listening = True
-        with suppress(OSError):  # wakes the thread in accept()
+        # Wakes the thread in accept()
+        with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
 
 def _connection(sock: socket.socket, secret: Secret) -> _Connection:
     sock.settimeout(None)
+    # Headers are small and latency counts: send each at once.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return _Connection(sock, secret)
 
 
 def _frame_tag(secret: Secret, sender: int, number: int, payload: bytes) -> bytes:
+    # The sender and the number keep a frame from being reflected, replayed or reordered.
     return secret.tag(sender.to_bytes(4, "little"), number.to_bytes(8, "little"), payload)
 
 
 def _close_socket(sock: socket.socket) -> None:
     """Close a connection that another thread may be reading from."""
+    # `close` alone would not wake a thread that waits in `recv`.
     with suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
     sock.close()
 
 
 def _read_exactly(sock: socket.socket, count: int, end: float | None = None) -> bytes:
-    """The next `count` bytes; `end`, a time of `time.monotonic()`, is when they must be there."""
+    """The next `count` bytes, which must arrive before `end`, a time of `time.monotonic()`."""
     data = b""
     while len(data) < count:
         if end is not None:

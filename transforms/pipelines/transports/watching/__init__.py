@@ -1,1 +1,1 @@
-"""Ranks watch one another: which of them are alive, what failed, and which failed first."""
+"""Ranks watch each other: which ranks are alive, what failed, and which rank failed first."""

@@ -1,5 +1,5 @@
-"""Failures: the first thing that went wrong in a run, the rank that is to blame, and the clock that
-time-outs go by."""
+"""Failures: the first thing that went wrong in a run, the rank that is to blame, and the clock of
+the time-outs."""
 
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -20,11 +20,11 @@ _TIMEOUT: Rule = (
 
 @attrs.frozen
 class Clock:
-    """The clock of a monitor or a watchdog; a test gives one that it moves itself.
+    """The clock of a monitor or a watchdog. Tests use one that they move themselves.
 
     Args:
-        now: the time in seconds.
-        sleep: waits for some seconds.
+        now: returns the time in seconds.
+        sleep: waits for a number of seconds.
     """
 
     now: Callable[[], float] = time.monotonic
@@ -32,14 +32,14 @@ class Clock:
 
 
 def check_timeout(call: str, timeout: object) -> None:
-    """Raise ProgramError unless `timeout` is a number of seconds."""
+    """Raise ProgramError unless `timeout` is a positive number of seconds, of at most 1e6."""
     check_values(
         f"{call}(timeout={timeout!r})", {"timeout": _TIMEOUT}, {"timeout": timeout}, ProgramError
     )
 
 
 def described(error: BaseException) -> str:
-    """An error as text; an error that cannot be printed gives at least its type.
+    """An error as text, or at least its type if the error cannot be printed.
 
     >>> described(ValueError("no such row"))
     'ValueError: no such row'
@@ -56,9 +56,9 @@ class Failure:
 
     Args:
         rank: the rank that failed.
-        instruction: what it was about to do.
+        instruction: what the rank was about to do.
         cause: what happened.
-        error: what it raised, if this process has it.
+        error: the exception that the rank raised, if it is in this process.
     """
 
     rank: int
@@ -88,12 +88,12 @@ def blockers(
     """The ranks that must move before a rank can.
 
     Args:
-        programs: of all ranks.
-        at: for each rank, the number of its effects that it has performed.
+        programs: the programs of all ranks.
+        at: for each rank, the number of effects that it has performed.
         rank: the rank that may have to wait.
-        capacity: messages that an edge holds.
-        silent: ranks that have stopped: they wait for nobody, and the last message that they sent
-            may not have arrived.
+        capacity: the number of messages that an edge holds.
+        silent: the ranks that have stopped. They wait for nobody, and their last message may not
+            have arrived.
     """
     machine = Machine(programs, capacity)
     machine.place(at)
@@ -106,8 +106,8 @@ def blockers(
 
 
 def culprit(rank: int, waits_for: Callable[[int], Sequence[int]]) -> int:
-    """The rank that `rank` waits for in the end: the first one in the chain of waits that nothing
-    keeps from moving."""
+    """The rank that `rank` ultimately waits for: the first rank in the chain of waits that does not
+    wait itself."""
     visited = set[int]()
     while rank not in visited and (awaited := waits_for(rank)):
         visited.add(rank)

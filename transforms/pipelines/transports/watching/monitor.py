@@ -1,11 +1,11 @@
 """The monitor: a rank's view of the others. It ends a wait with an error that names the rank to
 blame.
 
-A process that ends closes its connections, which whoever waits for a message of it sees at once.
-Before ranks are connected, a launcher's record of the end says the same. Both name the cause that
-the launcher saw. A process that is stopped, or ends without a launcher, shows as a heartbeat that
-does not change, and a rank that runs and does not move on as a position that does not: those two
-are found when the time-out is over.
+A process that ends closes its connections, so a rank that waits for its message notices at once.
+Before ranks are connected, the launcher's record of the end serves the same purpose. In both cases
+the error names the cause that the launcher saw. A process that is stopped, or ends without a
+launcher, shows as a heartbeat that does not change. A rank that runs but makes no progress shows as
+a position that does not change. These two are found when the time-out is over.
 """
 
 import queue
@@ -30,34 +30,34 @@ from weft.transforms.pipelines.transports.watching.failures import (
 )
 from weft.transforms.pipelines.transports.watching.records import START, Liveness, Position, Records
 
-# Messages that an edge between processes holds; a sender waits if there are more.
+# The number of messages that an edge between processes holds; a sender waits while it is full.
 CAPACITY = 2
-# The instruction of a rank that begins a step.
+# The instruction of a rank that begins a step
 BEGIN = "its first instruction"
-# The instruction of a host that waits for its device, which may first replay steps that write no
-# records.
+# The instruction of a host that waits for its device. The device may first replay steps that write
+# no records.
 SYNC = "synchronize"
-# The instruction of a rank after a step.
+# The instruction of a rank after a step
 END = "its end"
-# The instruction of a rank that connects to the others.
+# The instruction of a rank that connects to the others
 CONNECT = "connect"
-# The instruction of a rank that needs another one before its first step; the number follows.
+# The instruction of a rank that waits for another rank before its first step; the number follows.
 _WAITS = "wait for rank "
-# It stands in the instruction of a rank in a collective, before its number.
+# In the instruction of a rank in a collective, this text precedes the collective's number.
 _NUMBER = ", number "
-# The longest pause in seconds between two looks at the records.
+# The longest pause in seconds between two reads of the records
 _POLL = 0.1
-# Seconds that a rank whose process runs may take to come to its first step: it loads, compiles and
-# captures. torch's process groups wait as long.
+# Seconds that a running process may take until its rank's first step, while it loads, compiles and
+# captures. torch's process groups wait for the same time.
 _STARTING = 1800.0
-# Seconds without a heartbeat after which a process counts as ended or stopped; fewer if the
-# time-out is short.
+# Seconds without a heartbeat after which a process counts as ended or stopped; less if the time-out
+# is short.
 _SILENT = 1.0
 # Seconds to wait for a record of why a rank's connections closed: another rank may have made it
 # fail.
 _GRACE = 3.0
-# The programs that are kept to say who waits for whom. A rank that keeps others waiting is only a
-# few steps back.
+# How many programs are kept to find out who waits for whom. This is enough, because a rank that
+# keeps others waiting is only a few steps behind.
 _MAX_PROGRAMS = 16
 
 
@@ -65,9 +65,9 @@ class Monitor:
     """A rank's view of the others.
 
     Args:
-        records: shared by all ranks of the run.
+        records: the records, which all ranks of the run share.
         num_ranks: the number of ranks.
-        timeout: seconds that a rank may keep another one waiting.
+        timeout: seconds that a rank may keep another rank waiting.
         clock: the clock of the time-outs.
     """
 
@@ -85,8 +85,7 @@ class Monitor:
         self._programs: dict[str, CheckedPrograms] = {}
 
     def for_thread(self, records: Records) -> "Monitor":
-        """The view of the same rank for another thread, which reads records by a connection of its
-        own."""
+        """The same rank's view for another thread, which reads records by a separate connection."""
         other = Monitor(records, self.num_ranks, self.timeout, self.clock)
         other.liveness = self.liveness
         other._programs = self._programs
@@ -99,8 +98,8 @@ class Monitor:
             RankError: a rank failed before.
         """
         self._raise(self.failure, "the next step")
-        # Not to be written: the first instruction will be, and before the first step others wait
-        # for a start.
+        # This position is not written: the first instruction is written soon after, and before the
+        # first step the others rely on the position `START`.
         self.here = Position(self.here.step + 1, checked.digest, 0, BEGIN, self.here.meetings)
         self._programs.pop(checked.digest, None)
         self._programs[checked.digest] = checked
@@ -118,9 +117,9 @@ class Monitor:
 
     @contextmanager
     def at_collective(self, effect: Collective, number: int) -> Iterator[None]:
-        """Within, this rank takes part in a collective, inside an effect of its program; `number`
-        counts them. After an error the rank stays there, so that the others hear where it failed.
-        """
+        """Within this context, the rank takes part in a collective, inside an effect of its
+        program; `number` counts the collectives. After an error the position stays there, so that
+        the others learn where the rank failed."""
         before = self.here.instruction
         self._move(
             attrs.evolve(self.here, instruction=f"{effect}{_NUMBER}{number}", meetings=number)
@@ -134,11 +133,11 @@ class Monitor:
         self.move_to(self.here.index + 1 if self.here.instruction == SYNC else 0, SYNC)
 
     def await_first_step(self) -> None:
-        """Wait until all ranks have begun their first step. From then on, the time-out holds for
+        """Wait until all ranks have begun their first step. After that, the time-out applies to
         every wait.
 
         Raises:
-            RankError: a rank does not come to its first step.
+            RankError: a rank does not reach its first step.
         """
         self.records.write_position(self.here)
         self.records.write(f"begun/{self.rank}", True)
@@ -149,15 +148,15 @@ class Monitor:
         """The value that `peer` writes under a key.
 
         Raises:
-            RankError: it does not come.
+            RankError: the value does not come.
         """
         pause = _POLL / 64
         with self._waiting(peer, self.timeout if timeout is None else timeout) as check:
             while True:
                 failure = self.records.failure()
-                if self.records.has(
-                    key
-                ):  # asked after the failure: what a rank wrote before it failed counts
+                # Ask for the key after the failure: a value that was written before the failure
+                # still counts.
+                if self.records.has(key):
                     return self.records.read(key)
                 self._raise(failure, self.here.instruction)
                 check()
@@ -168,13 +167,15 @@ class Monitor:
 
     @contextmanager
     def waiting_for(self, peer: int) -> Iterator[Callable[[], None]]:
-        """Within, this rank waits for a message of `peer`. Yields a function to call now and then,
-        which raises RankError if no message will come."""
+        """Within this context, the rank waits for a message of `peer`. Yields a function to call
+        now and then, which raises RankError if no message will come."""
 
         def look() -> None:
             self.raise_failure()
             check()
-            if self.records.exit(peer):  # its connection may stay open in a process that it forked
+            # The exit record is needed too: the connection of a process that ended stays open in
+            # processes that it forked.
+            if self.records.exit(peer):
                 raise self.explain(peer, "its process ended", gone=[peer])
 
         with self._waiting(peer, self.timeout) as check:
@@ -182,9 +183,9 @@ class Monitor:
 
     @contextmanager
     def _waiting(self, peer: int, limit: float) -> Iterator[Callable[[], None]]:
-        """Within, this rank waits for `peer`. Yields a function to call now and then. It raises
-        RankError after `limit` seconds; if the rank to blame runs and has not come to its first
-        step, only after `_STARTING` seconds."""
+        """Within this context, the rank waits for `peer`. Yields a function to call now and then.
+        The function raises RankError after `limit` seconds, or after `_STARTING` seconds if the
+        rank to blame runs and has not reached its first step."""
         start = self.clock.now()
         told = False
         end = start + limit
@@ -195,6 +196,8 @@ class Monitor:
                 self.records.write_position(attrs.evolve(self.here, instruction=f"{_WAITS}{peer}"))
                 told = True
             now = self.clock.now()
+            # Read heartbeats only near the end of the wait, but for long enough to see whether they
+            # change.
             if now > end - 2 * self._silence:
                 self.liveness.observe(self.records, range(self.num_ranks))
             if now > end:
@@ -208,8 +211,8 @@ class Monitor:
 
     @contextmanager
     def explaining(self, peer: int) -> Iterator[None]:
-        """Within, the error of a connection to `peer` is raised as the RankError that it follows
-        from."""
+        """Within this context, an error of a connection to `peer` is replaced by the RankError that
+        explains it."""
         try:
             yield
         except RankError:
@@ -228,7 +231,7 @@ class Monitor:
         return min(_SILENT, self.timeout / 4)
 
     def _is_starting(self, peer: int) -> bool:
-        """Whether the rank that `peer` waits for in the end runs, and has not come to its first
+        """Whether the rank that `peer` ultimately waits for runs and has not reached its first
         step."""
         silent = self.liveness.silent(self._silence)
         rank = culprit(peer, lambda waiting: self._blockers(waiting, silent))
@@ -236,8 +239,8 @@ class Monitor:
         return runs and self.records.position(rank).instruction == START
 
     def fail(self, error: BaseException) -> None:
-        """Write for the others that this rank failed, and where; the failure that was written first
-        is believed."""
+        """Write for the others that this rank failed, and where. Only the first failure that was
+        written counts."""
         if isinstance(error, RankError) and error.rank is not None:
             failure = Failure(error.rank, error.instruction, error.cause)
         else:
@@ -245,10 +248,11 @@ class Monitor:
         self.write_failure(failure)
 
     def write_failure(self, failure: Failure) -> Failure:
-        """Write a failure; returns the failure that was written first, which all believe."""
+        """Write a failure. Returns the failure that was written first, on which all ranks agree."""
         try:
             self.failure = self.records.write_failure(failure)
-        except RankError:  # the store is gone, which the others see as well
+        except RankError:
+            # The store is gone, which the others notice as well.
             self.failure = failure
         return self.failure
 
@@ -268,11 +272,11 @@ class Monitor:
         """The error of this rank after it waited in vain.
 
         Args:
-            peer: the rank that it waited for; itself, if it waited for its device.
+            peer: the rank that it waited for, or itself if it waited for its device.
             cause: what it saw.
-            gone: the ranks that may have ended. Then one of them is to blame if a launcher saw its
-                end, or else `peer`, unless some rank soon writes who failed.
-            waiting: what this rank was about to do; None: what it last wrote.
+            gone: the ranks that may have ended. If some rank soon writes who failed, that counts.
+                Otherwise the one whose end a launcher saw is to blame, or else `peer`.
+            waiting: what this rank was about to do. None: the instruction that it last wrote.
         """
         if waiting is None:
             waits = self.here.instruction
@@ -303,7 +307,8 @@ class Monitor:
         return Failure(otherwise, self.records.position(otherwise).instruction, cause)
 
     def _find_stalled(self, peer: int, cause: str) -> Failure:
-        """The failure of the rank that `peer` waits for in the end, unless one was written."""
+        """The failure that was written; or else a failure of the rank that `peer` ultimately waits
+        for."""
         silent = self.liveness.silent(self._silence)
         rank = culprit(peer, lambda waiting: self._blockers(waiting, silent))
         if (failure := self._await_members(rank, silent) or self.records.failure()) is not None:
@@ -320,9 +325,9 @@ class Monitor:
         return Failure(rank, where.instruction, cause)
 
     def _await_members(self, rank: int, silent: Collection[int]) -> Failure | None:
-        """The failure that the ranks of a collective find, if this rank is not one of them and
-        `rank` is in it with all the others: whose tensor is late, only they know. They may have
-        begun to wait as late as now."""
+        """The failure that the ranks of a collective find, if `rank` is in one and this rank is
+        not: only its members know whose tensor is late. They may have begun to wait just now, so
+        this waits for their time-out too. None if they find no failure."""
         met = _collective_of(self.records.position(rank))
         end = self.clock.now() + self.timeout + _GRACE
         if met is None or rank in silent or self.rank in met.ranks:
@@ -332,7 +337,7 @@ class Monitor:
         return failure
 
     def _blockers(self, rank: int, silent: Collection[int]) -> Sequence[int]:
-        """The ranks that must move before a rank can, as far as its programs are known here."""
+        """The ranks that must move before a rank can, as far as this process knows its programs."""
         places = [self.records.device_position(r) for r in range(self.num_ranks)]
         here = places[rank]
         if here.instruction.startswith(_WAITS):
@@ -348,6 +353,8 @@ class Monitor:
         if (checked := self._programs.get(here.digest)) is None:
             return ()
         counts = [len(program.effects) for program in checked.programs]
+        # Place every rank in this step's programs: at their start if it is in an earlier step, and
+        # at their end if it is in a later one.
         ahead = [place.step - here.step for place in places]
         at = [
             0 if a < 0 else count if a > 0 or place.instruction == SYNC else min(place.index, count)
@@ -361,8 +368,8 @@ class Monitor:
     def _late_members(
         self, checked: CheckedPrograms, rank: int, here: Position, silent: Collection[int]
     ) -> Sequence[int]:
-        """The ranks that share a stage with a rank whose device runs it, and have not yet launched
-        that run themselves, or have stopped."""
+        """For a rank whose device runs a stage: the ranks that share the stage and have not yet
+        launched that run, or otherwise those that have stopped."""
         effects = checked.programs[rank].effects
         hosts = [self.records.position(r) for r in range(self.num_ranks)]
         if (
@@ -375,7 +382,8 @@ class Monitor:
             (place.step, len(effects) if place.instruction == SYNC else place.index)
             for place in hosts
         ]
-        if reached[rank] <= (here.step, here.index):  # its host itself is at that run
+        # The rank's own host is still at that run.
+        if reached[rank] <= (here.step, here.index):
             return ()
         stage = lane_rank(checked.mesh, rank)
         members = [r for r in checked.mesh if lane_rank(checked.mesh, r) == stage and r != rank]
@@ -387,8 +395,8 @@ class Monitor:
         return if a rank has gone.
 
         Raises:
-            RankError: a rank has gone or does not come, or the function raised. It blames a rank
-                that has gone or stopped, or else this one.
+            RankError: a rank has gone or does not come, or the function raised. The error blames a
+                rank that has gone or stopped, or otherwise this rank.
         """
 
         def attempt() -> None:
@@ -416,9 +424,9 @@ class Monitor:
                 if self.clock.now() >= end or left:
                     error = TimeoutError(f"no progress for {timeout:g} s")
                     break
-                if any(
-                    self.records.exit(peer) for peer in peers
-                ):  # perhaps connected, and done with its work
+                # A rank that ended may have connected and finished its work: give this rank a
+                # little more time to connect.
+                if any(self.records.exit(peer) for peer in peers):
                     left = True
                     pause = self._silence
         if error is not None:
@@ -429,7 +437,7 @@ class Monitor:
 
 
 def _collective_of(place: Position) -> Collective | None:
-    """The collective in which a rank is."""
+    """The collective in which a rank takes part; None if it is in none."""
     if _NUMBER not in place.instruction:
         return None
     met = parse_effect(place.instruction.partition(_NUMBER)[0])
@@ -438,5 +446,5 @@ def _collective_of(place: Position) -> Collective | None:
 
 
 def _reached(place: Position) -> tuple[int, int]:
-    """The progress of a rank: its steps, and its waits for its device since the last one."""
+    """The progress of a rank: its step, and how many times it has waited for its device since."""
     return place.step, place.index + 1 if place.instruction == SYNC else 0
