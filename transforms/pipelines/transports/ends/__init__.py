@@ -1,2 +1,2 @@
-"""Ends: what carries tensors between processes, by gloo, by NCCL, or by stores into memory that
-GPUs share."""
+"""Ends: carry tensors between processes by gloo, by NCCL, or by stores into memory that GPUs
+share."""

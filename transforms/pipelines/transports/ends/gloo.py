@@ -17,8 +17,8 @@ from weft.transforms.pipelines.transports.watching.monitor import CAPACITY, Moni
 
 
 class GlooEnd:
-    """One rank's ends of the edges by gloo. It sends copies in the background, and receives in
-    order. Each message begins with its number on the edge and its tag."""
+    """One rank's ends of the edges, carried by gloo. It sends copies in the background, and
+    receives in order. Each message begins with its number on the edge and its tag."""
 
     def __init__(self, monitor: Monitor, address: str) -> None:
         self.monitor = monitor
@@ -35,8 +35,8 @@ class GlooEnd:
         )
 
     def perform(self, effect: Collective, x: Tensor, tag: int, /) -> Tensor:
-        """Send the others their parts of the tensor, or the whole, and join theirs in the order of
-        the ranks."""
+        """Send each other rank its part of the tensor (or the whole), and join the received parts
+        in the order of the ranks."""
         place = effect.ranks.index(self.monitor.rank)
         parts = cut(effect, x)
         if x.numel():
@@ -68,14 +68,15 @@ class GlooEnd:
         self._under_way[peer].append((works, parts))
 
     def _capacity(self, peer: int) -> int:
-        """Messages that may be under way to a rank. For outputs that return, that is one more than
-        the rank may run ahead of, since it may receive them in a later run."""
+        """The number of messages that may be under way to a rank. For outputs that return, it is
+        larger than the number of jobs that the rank may run ahead, since the rank may receive them
+        in a later run."""
         if peer > self.monitor.rank:
             return CAPACITY
         return self.monitor.num_ranks + CAPACITY
 
     def drain(self) -> None:
-        """Do nothing: copies are under way."""
+        """Do nothing: sends use copies."""
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int, /) -> None:
         header = torch.empty(2, dtype=torch.int64)
@@ -107,10 +108,11 @@ class GlooEnd:
                 work.wait(timedelta(seconds=self.monitor.timeout))
 
     def close(self, failed: bool = False) -> None:
-        """Close the connections after all that was sent has left; at once if this rank failed, so
-        that the others learn of it."""
+        """Close the connections after everything that was sent has left. If this rank failed, close
+        them at once, so that the others notice."""
         if not failed:
-            with contextlib.suppress(RankError):  # the receiver learns the reason by itself
+            # A RankError can be ignored: the receiver finds the reason itself.
+            with contextlib.suppress(RankError):
                 for peer, under_way in self._under_way.items():
                     self._wait([work for works, _ in under_way for work in works], peer)
         self._under_way.clear()

@@ -18,15 +18,15 @@ from weft.transforms.graphs.graphified import clear_caches
 from weft.transforms.pipelines.transports.messaging.messages import DeviceEvent, as_bytes
 from weft.transforms.pipelines.transports.watching.monitor import Monitor
 
-# The least number of seconds that ranks have to make a communicator.
+# Seconds that ranks have to make a communicator, if the time-out is shorter
 _MEETING = 30.0
-# Seconds to wait for a communicator to end.
+# Seconds to wait for communicators to end
 _CLOSING = 2.0
 
 
 @attrs.frozen(eq=False)
 class StreamEvent:
-    """An event of the stream, and the sends that run on NCCL's own streams."""
+    """An event of the stream, and the sends under way, which run on NCCL's own streams."""
 
     event: torch.cuda.Event
     sends: tuple[Any, ...]
@@ -36,12 +36,12 @@ class StreamEvent:
 
 
 class NcclEnd:
-    """One rank's ends of the edges by NCCL, on streams of its own, in the order of the current
-    stream; the host never waits.
+    """One rank's ends of the edges, carried by NCCL. Transfers run on NCCL's own streams, in the
+    order of the current stream; the host never waits.
 
-    What stages send (up, to the next rank) and what returns (down, from the last rank) go by
-    different communicators: on a single one, a receive that starts early would block the sends
-    after it.
+    Results of stages (up, to the next rank) and returning outputs (down, from the last rank) use
+    different communicators. On a single communicator, a receive that starts early would block the
+    sends after it.
     """
 
     def __init__(self, monitor: Monitor, device: torch.device, interface: str | None) -> None:
@@ -52,8 +52,8 @@ class NcclEnd:
         self._under_way: deque[tuple[Any, Tensor]] = deque()
 
     def connect(self, timeout: float, /) -> None:
-        """Make the communicator of every pair, on all ranks in the same order, since the first
-        message of a pair blocks."""
+        """Make the communicators of all pairs, in the same order on all ranks, by sending a token.
+        The order matters, since the first message of a pair blocks."""
         monitor = self.monitor
         torch.cuda.set_device(self.device)
         for name in ("up", "down"):
@@ -79,8 +79,9 @@ class NcclEnd:
         return self._groups["up" if up else "down"]
 
     def perform(self, effect: Collective, x: Tensor, _: int, /) -> Tensor:
-        """Exchange what each rank gets of the others' tensors, and join it in the order of the
-        ranks, so that all get the same bits. Tensors that are permuted are gathered."""
+        """Exchange the parts of the tensors, and join them in the order of the ranks, so that all
+        ranks get the same bits (NCCL's own reduction may sum in another order). PPermute gathers
+        all tensors."""
         group = self._members(effect.ranks)
         parts = cut(effect, x)
         every = torch.empty(parts.shape, dtype=x.dtype, device=x.device)
@@ -91,7 +92,7 @@ class NcclEnd:
         return join(effect, list(every), effect.ranks.index(self.monitor.rank)).contiguous()
 
     def _members(self, ranks: tuple[int, ...]) -> Any:
-        """The communicator of the ranks of a collective, made when they first meet."""
+        """The communicator of the ranks of a collective, made at their first collective."""
         name = f"ranks {','.join(map(str, ranks))}"
         if name not in self._groups:
             rank_and_size = ranks.index(self.monitor.rank), len(ranks)
@@ -102,14 +103,17 @@ class NcclEnd:
 
     def send(self, tensors: Sequence[Tensor], peer: int, _: int, /) -> None:
         capturing = torch.cuda.is_current_stream_capturing()
+        # Free the buffers of completed sends. During a capture, a query of an event is an error.
         while not capturing and self._under_way and self._under_way[0][0].is_completed():
             self._under_way.popleft()
         for tensor in tensors:
-            # Its memory: a tensor that a function leaves somewhere is an error of its capture
+            # Keep a detached tensor of the same memory: a capture refuses functions that leave
+            # tensors of their own somewhere.
             detached = tensor.detach()
             work = self._group(peer).send([as_bytes(detached)], peer, 0)
             if capturing:
-                work.wait()  # a graph must end on the stream on which it began
+                # Rejoin NCCL's stream: a graph must end on the stream on which it began.
+                work.wait()
             else:
                 self._under_way.append((work, detached))
 
@@ -118,8 +122,8 @@ class NcclEnd:
             self._group(peer, sending=False).recv([as_bytes(tensor)], peer, 0).wait()
 
     def drain(self) -> None:
-        """Make the stream wait for all sends under way, so that later work may overwrite what they
-        send."""
+        """Make the stream wait for all sends under way, so that later work may overwrite their
+        tensors."""
         for work, _ in self._under_way:
             work.wait()
 
@@ -134,20 +138,23 @@ class NcclEnd:
         _end_all([group.abort for group in list(self._groups.values())])
 
     def close(self, failed: bool = False) -> None:
-        """End the communicators; abort them if a rank failed, so that no kernel waits for it.
+        """End the communicators, or abort them if a rank failed, so that no kernel waits for it.
 
-        NCCL does not end a communicator that a graph holds. Then this returns, and the communicator
-        ends with the graph or, before the interpreter ends, when all graphs are dropped.
+        NCCL does not end a communicator that a graph holds. In this case the method returns after a
+        while, and the communicator ends together with the graph, at the latest when all graphs are
+        dropped before the interpreter ends.
         """
         groups = dict(self._groups)
         self._groups.clear()
         self._under_way.clear()
-        gc.collect()  # graphs that nobody can replay any more may be in cycles
+        # Unreachable graphs may be in reference cycles, and still hold their communicators.
+        gc.collect()
         _end_all([group.abort if failed else group.shutdown for group in groups.values()])
 
 
 def _end_all(ends: Sequence[Callable[[], Any]]) -> None:
-    """Call each in a thread, since it may wait for a graph to go, and wait a while for them."""
+    """Call each function in a thread, since it may wait for a graph to be freed. Wait a while for
+    all of them."""
     threads = [threading.Thread(target=end, name="weft ends NCCL", daemon=True) for end in ends]
     for thread in threads:
         thread.start()
@@ -156,7 +163,7 @@ def _end_all(ends: Sequence[Callable[[], Any]]) -> None:
 
 
 def _still_run(threads: Sequence[threading.Thread]) -> bool:
-    """Whether one of these threads still runs after a while."""
+    """Wait for these threads for a while. Returns whether one of them still runs."""
     end = time.monotonic() + _CLOSING
     for thread in threads:
         thread.join(max(end - time.monotonic(), 0))
@@ -164,8 +171,8 @@ def _still_run(threads: Sequence[threading.Thread]) -> bool:
 
 
 def _end_at_exit(threads: Sequence[threading.Thread]) -> None:
-    """Drop all graphs, so that communicators end: a thread that came back from NCCL while the
-    interpreter ends would abort the process."""
+    """Drop all graphs, so that the communicators end now. A thread that returned from NCCL during
+    the interpreter's shutdown would abort the process."""
     if _still_run(threads):
         clear_caches()
         gc.collect()

@@ -1,5 +1,5 @@
-"""The peer end: carries tensors by stores into another GPU's symmetric memory, each with a flag; no
-multicast."""
+"""The peer end: carries tensors by stores into another GPU's symmetric memory, with a flag for each
+message, and without multicast."""
 
 import itertools
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from weft.transforms.pipelines.transports.ends.peer_group import PeerGroup
 from weft.transforms.pipelines.transports.messaging.messages import DeviceEvent, as_bytes
 from weft.transforms.pipelines.transports.watching.monitor import CAPACITY, Monitor
 
-# Bytes of a slot; a longer message goes in parts.
+# The bytes of a slot; a longer message is sent in parts.
 SLOT_BYTES = 2**24
 _COUNTS = PROGRAMS * 8
 
@@ -30,8 +30,8 @@ _COUNTS = PROGRAMS * 8
 @attrs.frozen(eq=False)
 class Channel:
     """One end of an edge: the receiver's slots and flags, the sender's acknowledgements, and the
-    number of messages so far. Small messages, whose words are their own flags, have slots,
-    acknowledgements and numbers of their own (`packed`)."""
+    number of messages so far. Small messages have separate slots, acknowledgements and numbers
+    (`packed`); they need no flags, because each of their words contains its flag."""
 
     slots: Tensor
     flags: Tensor
@@ -43,12 +43,12 @@ class Channel:
 
 
 class PeerEnd:
-    """One rank's ends of the edges in symmetric memory. A send is one kernel and a receive is one,
-    in the order of the stream; a graph may hold both.
+    """One rank's ends of the edges in symmetric memory. A send is one kernel, and so is a receive;
+    both run in the order of the stream, and can be captured in a graph.
 
-    Each rank's symmetric memory holds slots and flags for messages from below (from stages) and
-    from above (outputs that return), acknowledgements for each rank that it sends to, and for each
-    other rank an inbox of 10 MiB for collectives.
+    Each rank's symmetric memory holds slots and flags for messages from below (results of stages)
+    and from above (returning outputs), acknowledgements for each rank that it sends to, and for
+    each other rank an inbox of 10 MiB for collectives.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class PeerEnd:
         self._address = address
         self.device = device
         self.slot_bytes = slot_bytes
-        # Outputs return from above, and may be received in a later run: as many messages as a rank
-        # may run ahead of.
+        # Outputs that return from above may be received in a later run, so there must be a slot for
+        # every job that a rank may run ahead.
         self._slots = {"below": CAPACITY, "above": monitor.num_ranks + CAPACITY}
         self._outbox = (_COUNTS, 8 * packed.PROGRAMS)
         self._abort = torch.zeros(1, dtype=torch.int32, device=device)
@@ -93,8 +93,8 @@ class PeerEnd:
 
     def _compile(self) -> None:
         """Compile the kernels for messages of any number of words, aligned to 16 bytes, before the
-        first one is sent. Long messages have two kernels: for multiples of 16 words, and for other
-        numbers."""
+        first message is sent. Long messages have two kernels: one for multiples of 16 words, and
+        one for other numbers."""
         with compiling():
             for peer, words in itertools.product(
                 self._sends, (*packed.LENGTHS, packed.MOST + 1, packed.MOST + 16)
@@ -104,7 +104,7 @@ class PeerEnd:
                 self._take(message, self._recvs[peer])
 
     def perform(self, effect: Collective, x: Tensor, _: int, /) -> Tensor:
-        """This rank's result of a collective, which no host waits for."""
+        """This rank's result of a collective; no host waits for it."""
         ranks = effect.ranks
         group = self._groups.get(ranks) or self._groups.setdefault(ranks, self._group(ranks))
         return group.perform(effect, x)
@@ -128,19 +128,20 @@ class PeerEnd:
         )
 
     def _meeting_place(self, rank: int, source: int) -> int:
-        """The address of a rank's inbox for the pieces that another one sends in collectives."""
+        """The address of a rank's inbox for the pieces that `source` sends in collectives."""
         return (
             self._views[rank].data_ptr() + self._met_at + (source - (source > rank)) * meeting.INBOX
         )
 
     def _inbox(self, side: str) -> tuple[int, int, int]:
-        """Bytes of the slots, of the flags, and of the slots for small messages from one side."""
+        """For messages from one side, the bytes of the slots, of the flags, and of the slots for
+        small messages."""
         slots = self._slots[side]
         return slots * self.slot_bytes, _COUNTS, 8 * slots * packed.MOST
 
     def _channel(self, source: int, to: int) -> Channel:
-        """The edge from one rank to another; each rank has an inbox for messages from below, and
-        one for those from above."""
+        """The edge from one rank to another. Each rank has one inbox for messages from below, and
+        one for messages from above."""
         below = self._inbox("below")
         above = self._inbox("above")
         inboxes = sum(below) + sum(above)
@@ -206,8 +207,8 @@ class PeerEnd:
             )
 
     def _parts(self, message: Tensor) -> Sequence[Tensor]:
-        """A message of bytes as words of 4 bytes (of 1 byte if it is not a multiple of 4), in parts
-        that fit a slot. That depends only on its size, so that both ends agree."""
+        """A message of bytes as words of 4 bytes (of 1 byte if its length is not a multiple of 4),
+        in parts that fit a slot. The parts depend only on its size, so that both ends agree."""
         words = message.view(torch.int32) if message.numel() % 4 == 0 else message
         most = bulk.capacity(self.slot_bytes, words.dtype)
         return words.split(most) if words.numel() > most else (words,)
@@ -223,12 +224,13 @@ class PeerEnd:
         return event
 
     def abort(self) -> None:
-        """End every kernel that waits on this rank, by a store from another stream."""
+        """End every kernel that waits on this rank's device."""
+        # From another stream: the current one is blocked by the waiting kernel.
         with torch.cuda.stream(self._aside):
             self._abort.fill_(1)
 
     def close(self, failed: bool = False) -> None:
-        """End the kernels that wait if a rank failed; else wait for what is under way."""
+        """If a rank failed, end the kernels that wait; otherwise wait until all work is done."""
         if failed:
             self.abort()
         else:
@@ -236,7 +238,7 @@ class PeerEnd:
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """The bytes of all tensors of a message, in order, since it takes one slot."""
+    """The bytes of all tensors of a message, in order, joined because a message takes one slot."""
     parts = [as_bytes(tensor) for tensor in tensors]
     if len(parts) == 1 and _is_aligned(parts[0]):
         return parts[0]

@@ -1,5 +1,5 @@
-"""Collectives among the ranks of a group by exchanges of pieces in symmetric memory: each rank gets
-only its own."""
+"""Collectives among the ranks of a group, by exchanges of pieces in symmetric memory: each rank
+gets only the pieces that it needs."""
 
 import math
 
@@ -23,26 +23,26 @@ from weft.ops.transfers.peer_exchange_triton import Group, Pieces, exchange
 from weft.ops.transfers.peer_packed_triton import MOST
 from weft.transforms.pipelines.transports.messaging.messages import as_bytes
 
-# The dtypes that an exchange sums.
+# The dtypes that an exchange can sum
 _SUMMED = (torch.float32, torch.bfloat16, torch.float16)
-# Words: pieces of a multiple of them move in vectors.
+# Pieces whose number of words is a multiple of this move in vectors.
 _ALIGNED = 16
 
 
 @attrs.frozen(eq=False)
 class PeerGroup:
-    """A rank among those of a mesh that it shares collectives with.
+    """A rank in a group of ranks of a mesh, with which it performs collectives.
 
     Args:
-        group: its inboxes and theirs.
+        group: the inboxes of this rank and of the others.
     """
 
     group: Group
 
     def perform(self, effect: Collective, x: Tensor) -> Tensor:
-        """This rank's result of a collective, in new memory: one kernel, or two for a large
-        all-reduce among more than two ranks. Values that take no whole words of 4 bytes are widened
-        first."""
+        """This rank's result of a collective, in new memory. It takes one kernel, or two for a
+        large all-reduce among more than two ranks. Values that do not fill whole words of 4 bytes
+        are widened first."""
         ranks = self.group.ranks
         if not x.numel():
             return combine(effect, [x] * ranks)[self.group.own_rank].clone(
@@ -61,7 +61,7 @@ class PeerGroup:
                 return join(effect, self._joined(x[None], None, 0).unbind(0), self.group.own_rank)
 
     def _reduced(self, x: Tensor, split: int | None, reduce_op: str) -> Tensor:
-        """The sum (maximum, minimum) of the pieces for this rank."""
+        """The sum, maximum or minimum of the pieces for this rank."""
         if reduce_op == "sum" and x.dtype in _SUMMED:
             return self._summed(x, split)
         every = self._joined(x[None], None if split is None else split % x.ndim + 1, 0)
@@ -98,9 +98,9 @@ class PeerGroup:
         out = torch.empty(piece, dtype=x.dtype, device=x.device)
         total = as_bytes(out).view(torch.int32)
         words = math.prod(piece) * x.itemsize // 4
-        if (
-            split is None and ranks > 2 and words > MOST
-        ):  # each rank sums a part, and sends it to all
+        # Reduce-scatter and all-gather: each rank sums a part and sends it to all, which moves
+        # fewer bytes than sending whole tensors.
+        if split is None and ranks > 2 and words > MOST:
             words = cdiv(cdiv(words, ranks), _ALIGNED) * _ALIGNED
             part = torch.empty(words, dtype=torch.int32, device=x.device)
             exchange(source, part, Pieces(words, words, None), self.group, x.dtype)
@@ -112,7 +112,7 @@ class PeerGroup:
 
 
 def _piece(x: Tensor, split: int | None, ranks: int) -> torch.Size:
-    """The shape of a piece: of the whole tensor, or of a rank's part along a dimension."""
+    """The shape of a piece: the whole tensor's, or that of a rank's part along a dimension."""
     if split is None:
         return x.shape
     return torch.Size(
@@ -121,8 +121,8 @@ def _piece(x: Tensor, split: int | None, ranks: int) -> torch.Size:
 
 
 def _words(x: Tensor, runs: list[int]) -> Tensor | None:
-    """A tensor's memory as words of 4 bytes; None if one of its runs of elements is not whole
-    words."""
+    """A tensor's memory as words of 4 bytes; None if one of its runs of elements does not fill
+    whole words."""
     flat = as_bytes(x.contiguous())
     if any(run * x.itemsize % 4 for run in runs) or flat.storage_offset() % 4:
         return None

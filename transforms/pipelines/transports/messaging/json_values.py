@@ -51,7 +51,7 @@ def _encoded(value: Any, call: str) -> Any:
     if kind in _JSON:
         return value
     if kind is int:
-        # Many JSON readers hold numbers as float64, which is exact only below 2**53.
+        # JSON integers are interoperable only below 2**53 (RFC 8259, section 6).
         if abs(value) < 2**53:
             return value
         return ["int", str(value)]

@@ -1,9 +1,8 @@
-"""Places: where each rank of a machine is, and whether it wrote a failure, in memory that its ranks
-share.
+"""Places: the position of each rank on a machine, and whether it wrote a failure, in shared memory.
 
-A rank writes its place before each effect, and looks for failures before it reads each result: by
-the store, either would take longer than many effects do. Another rank can still read a place after
-the process was killed.
+A rank writes its position before each effect, and looks for failures before it reads each result.
+With the store, either would take longer than many effects do. Another rank can still read a
+position after the process that wrote it was killed.
 """
 
 import mmap
@@ -15,21 +14,22 @@ from pathlib import Path
 
 _SLOT = 2**15
 _HEAD = struct.Struct("<Q")
-# The place of the byte that says whether the rank wrote a failure.
+# The offset of the byte that says whether the rank wrote a failure
 _FAILED = _HEAD.size + 2 * _SLOT
 _SIZE = _FAILED + 1
 
 
 class Places:
-    """The files of the ranks. Each has two slots, which take turns, and the number of texts written
-    so far: a text that is being written is not the one that is read.
+    """The files of the ranks. Each file has two slots, used in turn, and the number of texts
+    written so far, so that a reader never reads the slot that is being written.
 
     Args:
-        files: of all ranks, in a folder that only this user can read. The own one is made here.
-        rank: this one.
+        files: the files of all ranks, in a folder that only this user can read. This rank's file is
+            created here.
+        rank: this rank.
 
     Raises:
-        OSError: the own file cannot be made.
+        OSError: this rank's file cannot be created.
     """
 
     def __init__(self, files: Sequence[Path], rank: int) -> None:
@@ -37,13 +37,14 @@ class Places:
         self._rank = rank
         self._count = 0
         self._maps: dict[int, mmap.mmap] = {}
-        # Others find it when it is whole
+        # Write a temporary file and rename it, so that others find it only when it is complete.
         temporary = files[rank].with_name(f"{files[rank].name}.{os.getpid()}")
         try:
             with os.fdopen(
                 os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb"
             ) as file:
-                # On a full disk, a hole would end the process when it is written
+                # Write all bytes now: in a sparse file on a full disk, a later write to the mapping
+                # would kill the process (SIGBUS).
                 file.write(bytes(_SIZE))
             temporary.replace(files[rank])
         finally:
@@ -56,12 +57,13 @@ class Places:
         return self._maps[rank]
 
     def meet(self) -> None:
-        """Open the files of all ranks, as far as they are there: later they have no names any more."""
+        """Open the files of all ranks that have one. Later this is impossible, since the files lose
+        their names."""
         for rank in range(len(self._files)):
             self._find(rank)
 
     def unlink(self) -> None:
-        """Take the own file's name away: those who have opened it keep it."""
+        """Remove the name of this rank's file. Processes that have opened the file keep it."""
         with suppress(FileNotFoundError):
             self._files[self._rank].unlink()
 
@@ -71,14 +73,15 @@ class Places:
         self._count = self._count + 1
         start = _HEAD.size + self._count % 2 * _SLOT
         buffer[start : start + _HEAD.size + len(text)] = _HEAD.pack(len(text)) + text
+        # The count comes last: only now do readers turn to this slot.
         buffer[: _HEAD.size] = _HEAD.pack(self._count)
 
     def mark_failure(self) -> None:
-        """Say that this rank has written a failure into the store."""
+        """Note that this rank has written a failure to the store."""
         self._maps[self._rank][_FAILED] = 1
 
     def may_have_failure(self) -> bool:
-        """Whether some rank said so; also where one has no file that this one could open."""
+        """Whether some rank has noted a failure, or has no file that this rank can open."""
         return any(
             (buffer := self._find(rank)) is None or buffer[_FAILED]
             for rank in range(len(self._files))
@@ -92,6 +95,7 @@ class Places:
             start = _HEAD.size + count % 2 * _SLOT
             (size,) = _HEAD.unpack_from(buffer, start)
             text = buffer[start + _HEAD.size : start + _HEAD.size + size]
+            # If the count has changed, the slot may have been overwritten meanwhile: read again.
             if _HEAD.unpack_from(buffer) == (count,):
                 if count:
                     return text

@@ -1,8 +1,8 @@
-"""Records: what each rank's process writes for the others, in a store that all can reach, or in
-memory of one machine.
+"""Records: what each rank's process writes for the others, in a store that all ranks can reach or
+in shared memory of one machine.
 
 Each rank writes what it is about to do before it does it, and the first rank that fails writes why.
-A launcher writes how a process ended. A rank that waits in vain reads all three.
+A launcher writes how a process ended. A rank that waits in vain reads all three kinds of records.
 """
 
 import functools
@@ -19,7 +19,7 @@ from weft.transforms.pipelines.transports.watching.places import Places
 
 T = TypeVar("T")
 
-# Characters of an instruction.
+# The most characters of an instruction; the rest of a longer one is cut off.
 _LONGEST = 4096
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 # The instruction of a rank before its first step.
@@ -28,15 +28,16 @@ START = "its start"
 
 @functools.lru_cache(maxsize=1024)
 def _quoted(text: str) -> str:
-    """A text as JSON, up to the most characters of an instruction: a rank is at the same ones again
-    and again."""
+    """A text as JSON, cut to the most characters of an instruction. It is cached, since ranks write
+    the same instructions in every step."""
     return _encode(text[:_LONGEST])
 
 
 @attrs.frozen
 class Position:
-    """The place of a rank: its step, the digest of that step's programs, the effects performed, the
-    next one, and the collectives that it has come to over all steps."""
+    """The position of a rank: its step, the digest of that step's programs, the number of effects
+    performed (`index`), the next effect (`instruction`), and the number of collectives that it has
+    reached over all steps (`meetings`)."""
 
     step: int = 0
     digest: str = "-"
@@ -64,17 +65,18 @@ class Beat:
 
 @attrs.frozen(eq=False)
 class Records:
-    """One rank's access to the records of all.
+    """One rank's access to the records of all ranks.
 
     Args:
-        store: shared by all ranks of a transport.
+        store: the store that all ranks of a transport share.
         rank: the rank that writes here.
-        exits: the store in which a launcher writes.
-        secret: the run's; every record is sealed with it.
-        host: the rank whose process hosts the store; None: a launcher's process does.
-        prefix: of the store's keys. A record that was sealed under another prefix is not a record
-            of this transport.
-        places: where the ranks are, if all of them are on one machine; None: in the store.
+        exits: the store to which a launcher writes.
+        secret: the secret of the run, with which every record is sealed.
+        host: the rank whose process hosts the store. None: a launcher's process hosts it.
+        prefix: the prefix of the store's keys. A record that was sealed under another prefix is not
+            a record of this transport.
+        places: the shared memory in which ranks write their positions, if all of them are on one
+            machine. None: they write them to the store.
 
     Every method raises RankError if the store is gone, or holds a record that no rank of the run
     wrote.
@@ -93,7 +95,7 @@ class Records:
         return self._ask(lambda: self.store.check([key]))
 
     def read(self, key: str) -> Any:
-        """The value under a key, which must be there."""
+        """The value under a key, which must exist."""
         return self._open(self._name(key), self._ask(lambda: self.store.get(key)))
 
     def write(self, key: str, value: Any) -> None:
@@ -104,7 +106,7 @@ class Records:
         return f"{self.prefix}/{key}"
 
     def write_position(self, position: Position) -> None:
-        """Write where this rank is."""
+        """Write this rank's position."""
         step = position.step
         digest = position.digest
         index = position.index
@@ -120,7 +122,7 @@ class Records:
             self.places.write(here.encode())
 
     def position(self, rank: int) -> Position:
-        """The place that a rank last wrote."""
+        """The position that a rank last wrote."""
         key = f"at/{rank}"
         if self.places is None:
             written = None
@@ -139,7 +141,7 @@ class Records:
         )
 
     def beat(self, rank: int) -> Beat | None:
-        """A rank's last heartbeat; None if it has not had one."""
+        """A rank's last heartbeat; None if it has not written any."""
         key = f"device/{rank}"
         if not self.has(key):
             return None
@@ -147,15 +149,15 @@ class Records:
         return Beat(count, None if position is None else Position(*position))
 
     def device_position(self, rank: int) -> Position:
-        """The place of a rank's device, which is at the rank's own place or before it."""
+        """The position of a rank's device, which is the host's position or an earlier one."""
         beat = self.beat(rank)
         if beat is None or beat.position is None:
             return self.position(rank)
         return beat.position
 
     def write_failure(self, failure: Failure) -> Failure:
-        """Write a failure, unless there is one; returns the failure that was written first, which
-        all believe."""
+        """Write a failure, unless there is one already. Returns the failure that was written first,
+        on which all ranks agree."""
         name = self._name("failure")
         sealed = self.secret.seal(
             name, json.dumps([failure.rank, failure.instruction, failure.cause])
@@ -168,11 +170,12 @@ class Records:
         return written
 
     def may_have_failure(self) -> bool:
-        """Whether `failure` must be asked; it takes a way to the store and back."""
+        """Whether there may be a failure. This is cheap, while `failure` takes a round trip to the
+        store."""
         return self.places is None or self.places.may_have_failure()
 
     def failure(self) -> Failure | None:
-        """The failure that was written."""
+        """The failure that was written first, or None."""
         if self.has("failure"):
             return Failure(*self.read("failure"))
         return None
@@ -218,7 +221,7 @@ class Liveness:
     """The time since each rank's heartbeat last changed, as this process observed it.
 
     Args:
-        clock: whose time counts.
+        clock: the clock that measures the time.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -226,7 +229,7 @@ class Liveness:
         self._last: dict[int, tuple[Beat | None, float, float]] = {}
 
     def observe(self, records: Records, ranks: Iterable[int]) -> None:
-        """Read the heartbeats of some ranks. The first call only starts to count."""
+        """Read the heartbeats of some ranks. The first call for a rank only starts its time."""
         now = self._clock.now()
         for rank in ranks:
             beat = records.beat(rank)
@@ -234,8 +237,10 @@ class Liveness:
             self._last[rank] = (beat, now if last is None or last[0] != beat else last[1], now)
 
     def silent(self, seconds: float) -> list[int]:
-        """The ranks without a new heartbeat for so long; a rank that never had one does not count."""
-        entries = list(self._last.items())  # another thread may observe
+        """The ranks without a new heartbeat for more than `seconds`. Ranks that never had one do
+        not count."""
+        # A copy, since another thread may call `observe`
+        entries = list(self._last.items())
         return [
             rank
             for rank, (beat, since, last) in entries
@@ -244,7 +249,7 @@ class Liveness:
 
 
 def write_exit(store: Store, rank: int, ended: Exit, *, secret: Secret) -> None:
-    """Write how a process ended, as its launcher, for all transports that it used."""
+    """As a launcher, write how a process ended, for all transports that it used."""
     key = _exit_key(rank)
     store.set(key, secret.seal(key, json.dumps([ended.clean, ended.text])))
 

@@ -1,11 +1,11 @@
 """The watchdog: a thread beside a rank, which shows the others that its process runs, and watches
 its device.
 
-On a device, a rank that fails shows as a kernel that never ends on the others. The host launches
-work and goes on; events of the device's stream mark what it launched. The watchdog looks at the
-oldest event that is not done, and at the records. Once another rank has failed, or nothing was done
-for too long, it knows the reason and ends what waits on the device, and whatever the host next asks
-of the transport raises that error.
+On devices, the failure of a rank shows on the other ranks as a kernel that never ends. The host
+launches work without waiting for it; events of the device's stream mark the launched work. The
+watchdog looks at the oldest event that is not done, and at the records. Once another rank has
+failed, or nothing was done for too long, the watchdog finds the reason and ends the kernels that
+wait on the device. The host's next call of the transport then raises that error.
 """
 
 import os
@@ -25,43 +25,43 @@ from weft.transforms.pipelines.transports.watching.failures import Failure, desc
 from weft.transforms.pipelines.transports.watching.monitor import END, Monitor
 from weft.transforms.pipelines.transports.watching.records import Position, Records
 
-# Seconds between two looks at a device.
+# Seconds between two checks of a device
 _POLL = 0.05
-# The most seconds between two heartbeats of a rank without a device.
+# The most seconds between two heartbeats of a rank without a device
 _BEAT = 0.2
-# Seconds in which the host must ask for a known failure, before its process is ended.
+# Seconds that the host has to ask for a known failure before its process is ended
 _GRACE = 5.0
 
 
 @attrs.frozen(eq=False)
 class Launch:
-    """One effect on the device, or a call in which the host waits."""
+    """An effect that runs on the device, or a call in which the host waits."""
 
     position: Position
     is_done: Callable[[], bool]
 
 
 def end_process(error: RankError) -> None:
-    """Print the error and end the process: nothing else ends a host that waits in a call for its
-    device, which is why torch's own NCCL watchdog aborts as well."""
+    """Print the error and end the process. Nothing else can end a host that waits for its device
+    inside a call; torch's own NCCL watchdog aborts the process for the same reason."""
     print(described(error), file=sys.stderr, flush=True)
     os._exit(1)
 
 
 class Watchdog:
-    """A thread that beats, and watches the work of a rank's device. If the device, or without one
-    the host, does not move on for long, it also reads the heartbeats of the others, to know which
-    of them still run.
+    """A thread that writes heartbeats and watches the work of a rank's device. If the device (or
+    the host, if there is no device) makes no progress for long, the thread also reads the
+    heartbeats of the other ranks, to know which of them still run.
 
     Args:
         monitor: the host's view of the other ranks.
-        records: which only this thread uses.
-        device: the rank's end of its edges; None: the host works on the CPU, and finds failures
+        records: access to the records that only this thread uses.
+        device: the rank's end of its edges. None: the host works on the CPU, and finds failures
             itself.
-        poll: seconds between two looks; None: by whether there is a device.
-        grace: seconds in which the host must ask for a known failure while something is still to be
-            done: it may hang, or read results that were never received.
-        last_resort: called if it does not ask.
+        poll: seconds between two checks. None: the default with or without a device.
+        grace: seconds that the host has to ask for a known failure while work is unfinished. A host
+            that does not ask may hang, or read results that were never received.
+        last_resort: called if the host does not ask in time.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class Watchdog:
         return self
 
     def launched(self, position: Position) -> DeviceEvent | None:
-        """Watch for all work launched so far, `position` included; returns its event, if there is
-        one."""
+        """Watch all work launched so far, up to and including `position`. Returns the event that
+        marks its end, or None if there is none."""
         if self._device is None:
             event = None
         else:
@@ -109,7 +109,7 @@ class Watchdog:
 
     @contextmanager
     def during(self, position: Position) -> Iterator[None]:
-        """Watch a call of the host, which may not return if another rank fails."""
+        """Watch a call of the host that may not return if another rank fails."""
         returned = threading.Event()
         self._launches.append(Launch(position, returned.is_set))
         try:
@@ -125,21 +125,22 @@ class Watchdog:
             raise self.error
 
     def stand_down(self, error: BaseException) -> BaseException:
-        """Note that the host has failed with `error`, and so need not be told. Returns the reason:
-        the failure that the watchdog knew before, or else `error`. Call it before the others hear
-        of `error`, as the watchdog hears it too."""
+        """Note that the host has failed with `error`, and therefore need not be told of a failure.
+        Returns the reason: the failure that the watchdog knew before, or else `error`. Call this
+        before `error` is written for the others, since the watchdog reads it too."""
         self._told.set()
         if self.error is None or isinstance(error, RankError):
             return error
         return self.error
 
     def close(self) -> None:
-        """End the thread; and the process, if the device hangs, or if the host never asked for the
-        failure."""
+        """End the thread. Also end the process if the device hangs after a failure, or if the host
+        never asked for it."""
         self._closed.set()
         if self._thread.ident is not None:
             self._thread.join(self._poll + self._grace)
-        deadline = time.monotonic() + self._grace  # an abort takes the device a moment
+        # An abort takes the device a moment.
+        deadline = time.monotonic() + self._grace
         while self.error is not None and not self._is_done():
             if time.monotonic() >= deadline:
                 self._last_resort(self.error)
@@ -154,38 +155,39 @@ class Watchdog:
             self._last_resort(error)
 
     def look(self) -> RankError | None:
-        """Beat, and look whether a rank has failed; a failure ends what waits on the device."""
+        """Write a heartbeat and check whether a rank has failed. After a failure, end every wait on
+        the device."""
         try:
             error = self._find_failure()
-        except RankError as lost:  # the records are gone
+        except RankError as lost:
+            # The records are gone.
             error = lost
         except RuntimeError as broken:
             error = self._broken(broken)
         if error is not None and self._device is not None:
             self._hangs = bool(self._launches)
             self.error = error
-            threading.Thread(
-                target=self._device.abort, name="weft abort", daemon=True
-            ).start()  # which may hang too
+            # In a thread, since an abort may hang too
+            threading.Thread(target=self._device.abort, name="weft abort", daemon=True).start()
         return error
 
     def _broken(self, error: RuntimeError) -> RankError:
-        """The error for a device that has itself failed, as its events say."""
+        """The error for a device that has itself failed, which its events report."""
         where = self._launches[0].position.instruction
         cause = f"its device failed: {str(error).splitlines()[0]:.120}"
         failure = Failure(self.monitor.rank, where, cause)
         return self.monitor.write_failure(failure).for_rank(self.monitor.rank, where)
 
     def _is_done(self) -> bool:
-        """Whether the device has done all its work, and the host is in no call that is watched."""
+        """Whether the device has done all its work, and the host is in no watched call."""
         while self._launches and self._launches[0].is_done():
             self._launches.popleft()
             self._since = self.monitor.clock.now()
         return not self._launches
 
     def _has_moved(self) -> bool:
-        """Whether the device, or without one the host, has moved on since the last look, or has
-        nothing to do."""
+        """Whether the device (or the host, if there is no device) has made progress since the last
+        check, or has nothing to do."""
         if self._device is not None:
             return self._is_done()
         before = self._here
