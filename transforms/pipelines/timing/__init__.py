@@ -1,2 +1,2 @@
-"""The time of programs: simulated from the costs of their effects, measured as a timeline,
-predicted for a machine; and the splits and cohorts that are planned by it."""
+"""The time of programs: simulated from the costs of their effects, measured as a timeline, or
+predicted for a machine; and planning of splits and cohorts by the predicted time."""

@@ -1,4 +1,4 @@
-"""`plan_cohorts`: finds the number of cohorts into which to cut the requests of a decode loop."""
+"""`plan_cohorts`: finds the best number of cohorts for the requests of a decode loop."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -25,10 +25,10 @@ class CohortRow:
     """The steady state of a decode loop with one number of cohorts.
 
     Args:
-        cohorts: their number; they take turns.
-        size: requests of each cohort; the last ones may be padding.
-        step_time: seconds in which every cohort makes a step, and so every request a token.
-        tokens_per_second: of all requests; padding makes no tokens.
+        cohorts: the number of cohorts, which take turns.
+        size: the number of requests of each cohort; the last ones may be padding.
+        step_time: the seconds in which every cohort makes one step, and every request one token.
+        tokens_per_second: the tokens of all requests per second; padding makes no tokens.
         bubbles: for each rank, the share of the time in which it neither runs a stage nor advances.
     """
 
@@ -49,15 +49,15 @@ class CohortPlan(Tabled):
     """The numbers of cohorts that were tried. It prints as a table, with the best one marked.
 
     Args:
-        rows: one for each number of cohorts.
+        rows: one row for each number of cohorts.
     """
 
     rows: tuple[CohortRow, ...]
 
     @property
     def best(self) -> CohortRow:
-        """The row with the most tokens per second; of rows equal to nine digits, the one with the
-        fewest cohorts."""
+        """The row with the most tokens per second; of rows that agree in nine digits, the one with
+        the fewest cohorts."""
         return max(self.rows, key=lambda row: (float(f"{row.tokens_per_second:.9g}"), -row.cohorts))
 
     def table(self) -> Table:
@@ -84,20 +84,21 @@ def plan_cohorts(
     capacity: int = 2,
 ) -> CohortPlan:
     """The decode loop (`decode_jobs`) in its steady state for each number of cohorts, each of
-    `ceil(num_requests / cohorts)` requests. Few large ones leave stages idle; many small ones read
-    all the weights for few tokens.
+    `ceil(num_requests / cohorts)` requests. Few large cohorts leave stages idle; with many small
+    cohorts, each step reads all the weights for few tokens.
 
     Args:
         stage_seconds: a function from the size of a cohort to the seconds of each stage, or to all
             costs of a step.
-        num_requests: the requests that decode at the same time.
-        num_stages: ranks.
-        cohorts: the numbers to try; None: 1 to twice the number of stages, at most one per request.
-        capacity: as `simulate` takes it.
+        num_requests: the number of requests that decode at the same time.
+        num_stages: the number of stages and of ranks.
+        cohorts: the numbers of cohorts to try. None: 1 to twice the number of stages, but at most
+            the number of requests.
+        capacity: as for `simulate`.
 
     Raises:
         ProgramError: a number less than 1, or more cohorts than requests.
-        CostError: costs for another number of stages, or that depend on the micro-batch.
+        CostError: costs for another number of stages, or costs that depend on the micro-batch.
 
     >>> print(plan_cohorts(lambda size: [0.008 + 0.001 * size] * 2, 8, 2))
     cohorts  of requests   step  tokens/s  bubble

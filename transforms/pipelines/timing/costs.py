@@ -34,9 +34,9 @@ _RULES: dict[str, Rule] = {
 _KINDS = {"stage": "stages", "part": "parts"}
 
 
+# The ways to sum over ranks
 ONE_STEP = "in one step to all others"
 RING = "around a ring"
-# The ways to sum over ranks.
 BY_NODE = "in three phases: within nodes, between them, within"
 
 
@@ -44,34 +44,35 @@ BY_NODE = "in three phases: within nodes, between them, within"
 class Costs:
     """The time of each effect in seconds, and the size of each message in bytes, for `simulate`.
 
-    In a collective of `n` ranks, each rank sends to each other what it needs, in one step: this
-    takes one latency, and the time of `n - 1` times the rank's bytes, or the `n`-th part of that in
-    `ReduceScatter` and `AllToAll`. In a `PPermute` it sends its bytes once.
+    In a collective of `n` ranks, each rank sends to every other rank what it needs, in one step.
+    This takes one latency, plus the time to transfer `n - 1` times the rank's bytes, or an `n`-th
+    of that in `ReduceScatter` and `AllToAll`. In a `PPermute`, a rank sends its bytes once.
 
-    An `AllReduce` takes the least of three times: that of one step; that of a ring, `2 (n - 1)`
-    steps of an `n`-th part each (Patarasuk and Yuan, 2009, "Bandwidth optimal all-reduce algorithms
-    for clusters of workstations"); and, if its ranks are in several nodes with equally many in
-    each, that of three phases: reduce-scatter within each node, all-reduce between nodes (one step
-    or a ring) of each rank's part, and all-gather within each node.
+    An `AllReduce` takes the least of three times. (1) One step. (2) A ring: `2 (n - 1)` steps of an
+    `n`-th part each (Patarasuk and Yuan, 2009, "Bandwidth optimal all-reduce algorithms for
+    clusters of workstations"). (3) If its ranks are in several nodes with equally many in each,
+    three phases: reduce-scatter within each node, all-reduce of each rank's part between nodes (one
+    step or a ring), and all-gather within each node.
 
     Args:
         stages: seconds of each stage for a micro-batch, or a function `(stage, microbatch) ->
             seconds`. Collectives inside a stage are part of it.
-        advance: seconds of an advance of the state.
-        latency: seconds of each transfer, whatever its size, or a function of the ranks between
-            which it is.
-        bytes_per_second: from each rank to another, or a function of the ranks, likewise; infinite:
-            a transfer takes only the latency.
-        message_bytes: of the message of a stage for a micro-batch, or a function of the
+        advance: seconds to advance the state.
+        latency: seconds of each transfer, regardless of its size, or a function of the ranks that
+            take part in it.
+        bytes_per_second: the speed of a transfer from one rank to another, or a function of the
+            ranks that take part in it. Infinite: a transfer takes only the latency.
+        message_bytes: the bytes of a stage's message for a micro-batch, or a function of the
             micro-batch.
-        output_bytes: of the output that returns from the last stage, likewise.
-        launch: seconds of the host before each effect.
+        output_bytes: the bytes of the output that returns from the last stage, or a function of the
+            micro-batch.
+        launch: seconds that the host takes before each effect.
         parts: seconds of each part of a sharded function, between its collectives, or a function
             `(part, rank) -> seconds`.
-        collective: a function from a collective to its seconds, as measured; None: as `latency` and
-            `bytes_per_second` say.
-        gpus_per_node: ranks of a node, which are numbered one node after the other; None: all are
-            in one node.
+        collective: a function from a collective to its seconds, for example measured ones. None:
+            computed from `latency` and `bytes_per_second`.
+        gpus_per_node: the number of ranks in a node; ranks are numbered node by node. None: all
+            ranks are in one node.
 
     Raises:
         CostError: a cost that is negative or not finite.
@@ -106,8 +107,8 @@ class Costs:
                 )
 
     def seconds(self, effect: Effect, rank: int = 0) -> float:
-        """The seconds in which a rank performs an effect, without waits and launch: 0 but for a
-        `Run` and a collective."""
+        """The seconds in which a rank performs an effect, without waits and launch. They are 0
+        except for a `Run` and a collective."""
         if isinstance(effect, Collective):
             return self._collective(effect)
         if not isinstance(effect, Run):
@@ -148,7 +149,7 @@ class Costs:
         return self.transfer(effect, effect.ranks, num_peers * sent)
 
     def all_reduce_ways(self, effect: AllReduce) -> dict[str, float]:
-        """The seconds that a sum over several ranks takes in each way, by the way in words."""
+        """The seconds of a sum over several ranks for each way to compute it, by its description."""
         size = collective_bytes(effect)
         ways = dict[str, float]()
         ways[ONE_STEP], ways[RING] = self._flat(effect, effect.ranks, size)
@@ -175,7 +176,7 @@ class Costs:
         return self.transfer(effect, ranks, num_peers * size), ring
 
     def transfer(self, effect: Effect, ranks: tuple[int, ...], size: float) -> float:
-        """The seconds in which so many bytes go from one of some ranks to another, for an effect."""
+        """The seconds to send `size` bytes from one of `ranks` to another; errors name `effect`."""
         latency = self.latency
         per_second = self.bytes_per_second
         if callable(latency):
@@ -201,7 +202,7 @@ def collective_bytes(effect: Collective) -> int:
     """The bytes of each rank's tensor.
 
     Raises:
-        CostError: its schema is not known, or has dimensions that are names.
+        CostError: the schema is unknown, or some of its dimensions are names.
     """
     if effect.schema is None:
         dims = None
@@ -217,6 +218,6 @@ def collective_bytes(effect: Collective) -> int:
 
 
 def _valid(effect: Effect, name: str, value: float, rule: Rule = _COST) -> float:
-    """A cost that the user's function returned."""
+    """A cost that the user's function returned, after a check."""
     check_values(f"costs of '{effect}'", {name: rule}, {name: value}, CostError)
     return value

@@ -16,9 +16,9 @@ from weft.stages.shares import share_config
 from weft.transforms.pipelines.timing.costs import Costs
 from weft.transforms.pipelines.timing.hardware import KERNELS_PER_LAYER, MEMORY_SHARE, Machine
 
-# A generous size of the graphs of one rank: the largest in `proofs/results/` take 463 MB.
+# A generous size for the graphs of one rank: the largest in `proofs/results/` take 463 MB.
 _GRAPHS_BYTES = 500_000_000
-# Bytes of a request's token and logprob (`weft.outputs.Output`).
+# The bytes of a request's token and logprob (`weft.outputs.Output`)
 _OUTPUT_BYTES = 8 + 4
 
 
@@ -27,9 +27,9 @@ class MemoryNeed:
     """The bytes that a rank of one stage holds.
 
     Args:
-        weights: of its share of the stage's layers, embedding and head.
-        kv: the keys and values of all requests.
-        graphs: its graphs.
+        weights: the bytes of its share of the stage's layers, embedding and head.
+        kv: the bytes of the keys and values of all requests.
+        graphs: the bytes of its graphs.
     """
 
     weights: int
@@ -38,8 +38,8 @@ class MemoryNeed:
 
     @property
     def total(self) -> float:
-        """The least memory of a device that can run it, as an engine divides what the weights
-        leave."""
+        """The least memory of a device that can run it: an engine fills only `MEMORY_SHARE` of what
+        the weights leave."""
         return self.weights + (self.kv + self.graphs) / MEMORY_SHARE
 
     def __str__(self) -> str:
@@ -49,12 +49,14 @@ class MemoryNeed:
 
 @attrs.frozen
 class DecodeLoad:
-    """The bytes that a decode step reads on one rank, and the seconds that its stages take: bytes
-    over bandwidth, their kernels besides, and the collectives of ranks that share each layer.
+    """The bytes that a decode step reads on one rank, and the seconds of its stages: the bytes
+    divided by the bandwidth, plus the time of the kernels, plus the collectives of the ranks that
+    share each layer.
 
     Args:
-        context: tokens before the one that is generated.
-        num_shards: the ranks that share each layer. The ranks of a stage have successive numbers.
+        context: the number of tokens before the generated one.
+        num_shards: the number of ranks that share each layer. The ranks of a stage have successive
+            numbers.
     """
 
     config: ModelConfig
@@ -72,12 +74,12 @@ class DecodeLoad:
 
     @property
     def own_logits(self) -> int:
-        """The logits of a request that a rank computes."""
+        """The number of a request's logits that one rank computes."""
         return -(-self.config.vocab_size // self.num_shards)
 
     @property
     def kernels(self) -> float:
-        """The seconds of a layer's kernels besides their reading."""
+        """The seconds of a layer's kernels in addition to their memory reads."""
         return KERNELS_PER_LAYER * self.machine.kernel
 
     def ranks(self, stage: int) -> tuple[int, ...]:
@@ -85,20 +87,21 @@ class DecodeLoad:
         return tuple(range(stage * self.num_shards, (stage + 1) * self.num_shards))
 
     def all_reduce(self, size: int) -> float:
-        """The seconds of the sum of what the ranks' shares of a block add to `size` tokens' hidden
-        states."""
+        """The seconds to sum, over the ranks that share a block, what they add to the hidden states
+        of `size` tokens."""
         return self._longest(AllReduce, size, self.config.hidden_size)
 
     def all_reduce_way(self, size: int) -> str:
-        """The way in which that sum is fastest, for the ranks that are the farthest apart."""
+        """The fastest way to compute that sum, for the stage in which it takes the longest."""
         effect = self._slowest(AllReduce, size, self.config.hidden_size)
         assert isinstance(effect, AllReduce)
         ways = self._link_costs.all_reduce_ways(effect)
         return min(ways, key=ways.__getitem__)
 
     def sampling(self, size: int) -> float:
-        """The seconds in which the ranks of the last stage exchange the logits of `size` requests,
-        so that each has those of its rows, sample, and gather the tokens."""
+        """The seconds that the ranks of the last stage need to sample for `size` requests: they
+        exchange logits, so that each rank has all logits of its rows, sample, and gather the
+        tokens."""
         rows = -(-size // self.num_shards)
         sampled = rows * self.config.vocab_size * BYTES_PER_LOGIT / self.machine.bandwidth
         exchange = self._longest(AllToAll, rows * self.num_shards, self.own_logits)
@@ -111,7 +114,7 @@ class DecodeLoad:
     def _longest(
         self, kind: type[Collective], *dims: int, dtype: torch.dtype | None = None
     ) -> float:
-        """The seconds of a collective of the stage whose ranks are the farthest apart."""
+        """The seconds of a collective in the stage in which it takes the longest."""
         if self.num_shards == 1:
             return 0.0
         return self._link_costs.seconds(self._slowest(kind, *dims, dtype=dtype))
@@ -119,8 +122,9 @@ class DecodeLoad:
     def _slowest(
         self, kind: type[Collective], *dims: int, dtype: torch.dtype | None = None
     ) -> Collective:
-        """A collective of the ranks of the stage in which it takes the longest."""
+        """The collective for the ranks of the stage in which it takes the longest."""
         schema = Schema((TensorSchema("x", dims, dtype or self.config.dtype),))
+        # Stages whose ranks are spread alike over nodes cost the same: one of each kind is enough.
         groups = {
             self.machine.per_node(ranks): ranks for ranks in map(self.ranks, range(self.num_stages))
         }
@@ -130,7 +134,7 @@ class DecodeLoad:
 
     @functools.cached_property
     def _link_costs(self) -> Costs:
-        """The costs of what the ranks of a stage exchange."""
+        """The costs of exchanges between the ranks of a stage."""
         machine = self.machine
         return Costs(
             latency=machine.latency_of,
@@ -140,8 +144,8 @@ class DecodeLoad:
         )
 
     def transfer(self, size: int) -> float:
-        """The seconds of the slowest message of `size` requests from one stage to the next; 0:
-        there is only one."""
+        """The seconds of the slowest message of `size` requests from one stage to the next; 0 if
+        there is only one stage."""
         message = size * self.bytes()["message"]
         machine = self.machine
         pairs = (self._farthest((stage, stage + 1)) for stage in range(self.num_stages - 1))
@@ -151,16 +155,19 @@ class DecodeLoad:
         )
 
     def _farthest(self, stages: tuple[int, ...]) -> tuple[int, ...]:
-        """The ranks of two stages in one lane; in one where they are in two nodes, if there is such
-        a lane."""
+        """The ranks of two stages in one lane: preferably a lane in which they are in two nodes."""
         lanes = list(zip(*map(self.ranks, stages), strict=True))
         return min(lanes, key=self.machine.is_near)
 
     def bytes(self) -> dict[str, int]:
-        """The bytes on one rank of the largest layer's weights, with all its experts; of the final
-        norm and the head's matrix; of a token's row of the embedding; of a token's keys and values
-        in one layer; and of a token in the message that one stage sends to the next. All are in the
-        dtype that the model declares."""
+        """The bytes of these items on one rank, in the dtype that the model declares.
+
+        - `layer`: the weights of the largest layer, with all its experts
+        - `head`: the final norm and the head's matrix
+        - `embedding`: a token's row of the embedding
+        - `kv`: a token's keys and values in one layer
+        - `message`: a token in the message that one stage sends to the next
+        """
         config = self.shard_config
         row = self.config.hidden_size * self.config.dtype.itemsize
         return {
@@ -173,7 +180,7 @@ class DecodeLoad:
 
     def memory(self, num_requests: int, size: int) -> tuple[MemoryNeed, ...]:
         """The bytes that a rank of each stage holds, in the best split for a cohort of `size`
-        requests, so that `num_requests` fit into it with their context and a new token."""
+        requests. The KV cache holds `num_requests` requests with their context and a new token."""
         sizes = self.bytes()
         layers = layer_weights(self.shard_config)
         tied = self.config.tie_word_embeddings
@@ -184,6 +191,7 @@ class DecodeLoad:
             weights = sum(layer.fixed + layer.experts for layer in layers[start:stop])
             is_last = stop == len(layers)
             weights += sizes["head"] * is_last
+            # A tied embedding is the head's matrix: one copy if both are on the same stage.
             weights += (
                 self.own_logits * sizes["embedding"] * (start == 0 and not (is_last and tied))
             )
@@ -195,12 +203,13 @@ class DecodeLoad:
         return tuple(needs)
 
     def splits(self, size: int) -> dict[str, list[dict[str, Any]]]:
-        """The best split for a cohort of `size` requests, and that by the number of layers alone:
-        for each stage, its layers and seconds."""
+        """The best split for a cohort of `size` requests (`balanced`), and the split into equal
+        numbers of layers (`even`): for each stage, its layers and seconds."""
         sizes = self.bytes()
         per_second = self.machine.bandwidth
         kv = size * self.context * sizes["kv"]
         shared = self.all_reduce(size)
+        # A layer has two all-reduces: after the attention and after the MLP or experts.
         besides = self.kernels + 2 * shared
         layers = [
             (weights.read(size) + kv) / per_second + besides
@@ -225,9 +234,9 @@ class DecodeLoad:
         }
 
     def costs(self, size: int) -> Costs:
-        """The costs of a step of a cohort of `size` requests, in its best split. Its ranks are
-        those of one lane, and collectives are part of the stages: all lanes come to them together.
-        """
+        """The costs of a step of a cohort of `size` requests, in its best split. The ranks of these
+        costs are the stages of one lane. Collectives are part of the stages, because all lanes
+        reach them at the same time."""
         return Costs(
             [stage["seconds"] for stage in self.splits(size)["balanced"]],
             latency=lambda stages: self.machine.latency_of(self._farthest(stages)),

@@ -1,8 +1,8 @@
 """Drawings of a timeline: an SVG for notebooks and files, text for terminals, and matplotlib axes.
 
 All three have one row per rank, time from left to right, and a box per run in the colour (or with
-the digit) of its micro-batch. matplotlib is optional and draws no tooltips, so the SVG does not use
-it; rich has no chart of intervals, so the text does not use that.
+the digit) of its micro-batch. The SVG does not use matplotlib, which is optional and draws no
+tooltips. The text does not use rich, which has no chart of intervals.
 """
 
 import textwrap
@@ -30,8 +30,8 @@ from weft.transforms.pipelines.timing.events import (
     ranks_in_words,
 )
 
-# The SVG. Text and marks have the colour of the page, and nothing is drawn below them, so that a
-# dark page stays dark.
+# The SVG. Text and marks use the page's text colour, and there is no background, so that a dark
+# page stays dark.
 
 _WIDTH = 920
 _LEFT = 70
@@ -39,12 +39,14 @@ _RIGHT = 70
 _TOP = 34
 _ROW = 34
 _BOX = 24
-_DIGIT = 7  # pixels, a little more than a digit of 11 px takes
+# In pixels: a little more than the width of a digit of size 11 px
+_DIGIT = 7
 _PAGE = "currentColor"
 _WAIT = "#8886"
 _WORK = "#9a9a9a"
 _MEET = "#5b5b5b"
-_MARKS = {"received": -4, "sent": _BOX - 1, "fence": _BOX // 2 - 2}  # pixels below the top of a box
+# In pixels below the top of a box
+_MARKS = {"received": -4, "sent": _BOX - 1, "fence": _BOX // 2 - 2}
 
 
 def draw_svg(
@@ -123,7 +125,7 @@ def _event(event: Event, span: float) -> str:
 
 
 def _mark(event: Event) -> str:
-    """The mark at the end of an event that does not run anything, or the kind of one that has none."""
+    """The mark at the end of an event; for an event without a mark, its kind."""
     match event.effect:
         case Recv():
             return "received"
@@ -163,7 +165,7 @@ def _tooltip(event: Event) -> str:
 
 
 def _drawn(events: Sequence[Event]) -> set[str]:
-    """The kinds of things that a picture of these events shows."""
+    """The kinds of elements in a picture of these events."""
     kinds = set[str]()
     for event in events:
         if isinstance(event.effect, Run):
@@ -178,7 +180,7 @@ def _drawn(events: Sequence[Event]) -> set[str]:
 
 
 def _legend(events: Sequence[Event], y: float) -> Iterator[str]:
-    """The entries for what is drawn, side by side."""
+    """The entries for the kinds that are drawn, side by side."""
     entries = {
         "stage": (
             _rect(0, y - 9, 14, 10, COLOURS[0], "#555"),
@@ -201,6 +203,7 @@ def _legend(events: Sequence[Event], y: float) -> Iterator[str]:
                 f'<g transform="translate({x:.0f}'
                 f' 0)">{shape}{_text(wide + 5, y, words, "start")}</g>'
             )
+            # SVG cannot tell the width of a text: about 6.2 px for each character of 11 px
             x += wide + 5 + 6.2 * len(words) + 18
 
 
@@ -244,7 +247,7 @@ def draw_text(events: Sequence[Event], bubbles: Sequence[float], width: int) -> 
 
 
 def _scale(span: float, columns: int) -> str:
-    """A `|` in the column of each round moment, followed by the moment."""
+    """The scale: a `|` in the column of each round time, followed by the time."""
     size, _ = unit_of(span)
     line = [" "] * columns
     for moment in ticks(span, columns // 10 + 1):
@@ -259,8 +262,8 @@ def _scale(span: float, columns: int) -> str:
 
 
 def _row(events: Sequence[Event], span: float, columns: int) -> str:
-    """In each column the character of what the rank did for most of that time; a blank where it did
-    nothing."""
+    """A rank's row. Each column shows the character of what the rank did for most of that time, or
+    a blank if it did nothing."""
     share: list[dict[str, float]] = [{" ": 1.0} for _ in range(columns)]
     for event in events:
         for char, start, end in ((_char(event), *event.work), (".", *event.wait)):
@@ -290,7 +293,8 @@ def _char(event: Event) -> str:
 
 _HIGH = 0.7
 _LOW = 0.3
-_GREY = (0.6, 0.6, 0.6, 0.3)  # the background is seen through it, light or dark
+# Transparent, to suit both light and dark backgrounds
+_GREY = (0.6, 0.6, 0.6, 0.3)
 _PARTS = {
     "stage": "colour and number: the micro-batch",
     "advance": "low boxes: advances",
@@ -302,7 +306,7 @@ _PARTS = {
 def draw_plot(
     ax: Any, events: Sequence[Event], bubbles: Sequence[float], span: float, title: str
 ) -> None:
-    """Draw events into axes whose time goes to `span` seconds."""
+    """Draw events into axes whose time axis ends at `span` seconds."""
     size, unit = unit_of(span)
     ranks = num_ranks(events)
     drawn = _drawn(events)

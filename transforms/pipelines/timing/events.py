@@ -1,4 +1,4 @@
-"""Events: one effect of one rank, with its start, its end and how long it waited."""
+"""Events: one effect of one rank, with its start, its end and its waiting time."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -19,14 +19,14 @@ class Event:
 
     Args:
         rank, effect: the rank, and the effect that it performed.
-        start: the moment at which the rank came to the effect, in seconds.
-        end: the moment at which the rank went on.
-        waited: the last part of that time, in which the rank waited for a message, for room on an
-            edge or for a receipt; of a collective the first part, in which it waited for the other
-            ranks.
+        start: the time at which the rank reached the effect, in seconds.
+        end: the time at which the rank went on, in seconds.
+        waited: the seconds at the end of the event in which the rank waited for a message, for room
+            on an edge or for a receipt. In a collective, it is the seconds at the beginning, in
+            which the rank waited for the other ranks.
 
     Raises:
-        CostError: an end before the start, or a wait that is longer than the event.
+        CostError: the end is before the start, or the wait is longer than the event.
     """
 
     rank: int
@@ -46,14 +46,14 @@ class Event:
 
     @property
     def work(self) -> tuple[float, float]:
-        """The moments between which the rank worked on it."""
+        """The start and the end of the rank's work on the effect."""
         if isinstance(self.effect, Collective):
             return self.start + self.waited, self.end
         return self.start, self.end - self.waited
 
     @property
     def wait(self) -> tuple[float, float]:
-        """The moments between which the rank waited."""
+        """The start and the end of the rank's wait."""
         start, end = self.work
         if isinstance(self.effect, Collective):
             return (self.start, start)
@@ -66,13 +66,13 @@ def num_ranks(events: Iterable[Event]) -> int:
 
 
 def last_end(events: Iterable[Event]) -> float:
-    """The moment at which the last event ended."""
+    """The time at which the last event ended."""
     return max((event.end for event in events), default=0.0)
 
 
 def busy_seconds(events: Sequence[Event]) -> tuple[float, ...]:
-    """The seconds in which each rank ran stages and advanced, without its messages, collectives and
-    waits."""
+    """The seconds in which each rank ran stages and advanced; messages, collectives and waits do
+    not count."""
     seconds = [0.0] * num_ranks(events)
     for event in events:
         if isinstance(event.effect, Run):

@@ -10,12 +10,12 @@ from weft.arguments.checks import COUNT, COUNT_OR_NONE, Rule, check_values
 from weft.errors import CostError
 from weft.meshes.collectives import Collective
 
-# The kernels of a layer in a graph of a decode step: 10.5 to 12.5 of Llama-3.1-8B, 11.4 of
-# Qwen3-30B-A3B, by the profiles in `proofs/results/`.
+# The number of kernels per layer in the graph of a decode step. By the profiles in
+# `proofs/results/`, it is 10.5 to 12.5 for Llama-3.1-8B and 11.4 for Qwen3-30B-A3B.
 KERNELS_PER_LAYER = 11
 
-# The share of a GPU's memory beside the weights that the KV cache and graphs may fill; temporaries
-# get the rest.
+# Of the GPU memory that the weights leave, the share that the KV cache and graphs may fill;
+# temporaries get the rest.
 MEMORY_SHARE = 0.85
 _SPEED = "a number > 0, in bytes per second; infinite: a transfer takes the latency alone"
 _RULES: dict[str, Rule] = {
@@ -51,21 +51,21 @@ class Machine:
         bandwidth: bytes per second that a device reads from its memory. The default is from an
             H200's data sheet.
         memory: bytes of a device's memory. The default is from an H200's data sheet.
-        link: bytes per second between two ranks; infinite: a transfer takes only the latency.
-        latency: seconds of each transfer, whatever its size.
-        capacity: messages that an edge holds.
-        kernel: seconds that each kernel of a layer takes besides its reading: to start, to fill the
-            device, to end.
-        gpus_per_node: ranks of a node, which are numbered one node after the other, as are the
-            ranks of a stage; None: all are in one node.
-        node_link, node_latency: as `link` and `latency`, between ranks of two nodes; None: as
-            inside a node.
-        collective: a function from a collective to its seconds, as measured; None: they follow from
-            the links (`Costs`).
+        link: bytes per second between two ranks. Infinite: a transfer takes only the latency.
+        latency: seconds of each transfer, regardless of its size.
+        capacity: the number of messages that an edge holds.
+        kernel: seconds that each kernel of a layer takes in addition to its memory reads: to start,
+            to fill the device and to end.
+        gpus_per_node: the number of ranks in a node. Ranks are numbered node by node, and the ranks
+            of a stage have successive numbers. None: all ranks are in one node.
+        node_link, node_latency: like `link` and `latency`, but between ranks of two nodes. None:
+            the same as inside a node.
+        collective: a function from a collective to its seconds, for example measured ones. None:
+            computed from the links (`Costs`).
 
     Raises:
-        CostError: a bandwidth that is not a finite number greater than 0, or another number that no
-            machine has.
+        CostError: a bandwidth that is not a finite number greater than 0, or another impossible
+            number.
 
     >>> machine = Machine(link=4e11, gpus_per_node=8, node_link=5e10)
     >>> machine.link_of((6, 7)), machine.link_of((7, 8))
@@ -97,22 +97,22 @@ class Machine:
         return latency, self.link if self.node_link is None else self.node_link
 
     def is_near(self, ranks: Sequence[int]) -> bool:
-        """Whether all of some ranks are in one node."""
+        """Whether all of these ranks are in one node."""
         return len(self.per_node(ranks)) == 1
 
     def per_node(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """How many of some ranks are in each of their nodes, in order."""
+        """How many of these ranks are in each of their nodes, in order."""
         size = self.gpus_per_node
         return tuple(Counter(0 if size is None else rank // size for rank in ranks).values())
 
     def latency_of(self, ranks: Sequence[int]) -> float:
-        """The seconds of a transfer between some ranks, whatever its size."""
+        """The seconds of a transfer between these ranks, regardless of its size."""
         if self.is_near(ranks):
             return self.latency
         return self.between_nodes[0]
 
     def link_of(self, ranks: Sequence[int]) -> float:
-        """The bytes per second from one of some ranks to another."""
+        """The bytes per second from one of these ranks to another."""
         if self.is_near(ranks):
             return self.link
         return self.between_nodes[1]

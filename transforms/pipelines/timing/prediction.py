@@ -24,9 +24,9 @@ from weft.transforms.pipelines.timing.hardware import KERNELS_PER_LAYER, Machine
 from weft.transforms.pipelines.timing.simulate import simulate
 from weft.transforms.pipelines.timing.timeline import Timeline
 
-# The most steps of all cohorts in a timeline.
+# The most steps, of all cohorts together, in a timeline
 _MOST_JOBS = 10_000
-# The most numbers of cohorts that are tried, about.
+# At most about this many different numbers of cohorts are tried.
 _MOST_TRIED = 24
 _CONTEXT = 1024
 NOTE = (
@@ -39,16 +39,16 @@ NOTE = (
 
 @attrs.frozen(repr=False)
 class Prediction:
-    """A predicted decode loop. It prints as its answer and its assumptions; `cohorts` and
-    `timeline` are pictures.
+    """A predicted decode loop. It prints its answer and its assumptions; `cohorts` and `timeline`
+    are shown as pictures.
 
     Args:
         load: the bytes and seconds of its steps.
-        num_requests: requests that decode together.
+        num_requests: the number of requests that decode together.
         cohorts: the numbers of cohorts that were tried.
-        chosen: the one of them that the rest is about.
+        chosen: the row of `cohorts` for which the rest is computed.
         splits: the layers of each stage, for a cohort of the chosen size.
-        steps: of each cohort in the timeline.
+        steps: the number of steps of each cohort in the timeline.
     """
 
     load: DecodeLoad
@@ -82,8 +82,8 @@ class Prediction:
         return titled(text(", ".join(self.answer())), *pictures)
 
     def stages(self) -> Table:
-        """A table with one row per stage: its layers and its seconds, in the best split and in that
-        by their number."""
+        """A table with one row per stage: its layers and its time, in the best split and in the
+        split into equal numbers of layers."""
         rows: list[dict[str, Any]] = [{"stage": index} for index in range(self.load.num_stages)]
         for name, split in self.splits.items():
             for row, part in zip(rows, split, strict=True):
@@ -95,13 +95,13 @@ class Prediction:
 
     @property
     def num_gpus(self) -> int:
-        """The ranks."""
+        """The number of GPUs, one for each rank."""
         return self.load.num_stages * self.load.num_shards
 
     def answer(self) -> Iterator[str]:
-        """The lines of the answer: the throughput, a step's time, what bounds it, each stage's idle
-        share, and whether it fits into the devices' memory. If layers are shared between nodes
-        whose bandwidth is not given, a line says so."""
+        """The lines of the answer: the throughput, the time of a step, what bounds it, each stage's
+        idle share, and whether the model fits into the devices' memory. If layers are shared
+        between nodes without a given bandwidth, another line says so."""
         chosen = self.chosen
         yield (
             f"{chosen.tokens_per_second:,.0f} tokens/s from {counted(self.num_requests, 'request')}"
@@ -125,18 +125,19 @@ class Prediction:
 
     @functools.cached_property
     def fullest(self) -> tuple[int, MemoryNeed]:
-        """The stage whose ranks need the most memory, and what they hold."""
+        """The stage whose ranks need the most memory, and how much one of them needs."""
         needs = self.load.memory(self.num_requests, self.chosen.size)
         return max(enumerate(needs), key=lambda each: each[1].total)
 
     @property
     def fits(self) -> bool:
-        """Whether the weights, the KV cache of all requests, and graphs fit into the memory of
+        """Whether the weights, the KV cache of all requests and the graphs fit into the memory of
         every device."""
         return self.fullest[1].total <= self.load.machine.memory
 
     def memory(self) -> str:
-        """Whether it fits: the memory that a rank of the fullest stage needs, and what it has."""
+        """Whether it fits, as text: the memory that a rank of the fullest stage needs, and the
+        memory of a device."""
         (stage, need), has = self.fullest, byte_size(self.load.machine.memory)
         return (
             f"{'fits' if self.fits else 'does not fit'}: stage {stage} needs"
@@ -144,7 +145,7 @@ class Prediction:
         )
 
     def bound(self) -> str:
-        """A step's bottleneck: a stage that is never idle, a transfer, or the way through the whole
+        """A step's bottleneck: a stage that is never idle, a transfer, or the latency of the whole
         pipeline."""
         chosen, load, stages, sizes = (
             self.chosen,
@@ -180,7 +181,7 @@ class Prediction:
         )
 
     def assumptions(self) -> Iterator[str]:
-        """The lines of what is assumed about the model and the machine."""
+        """The assumptions about the model and the machine, as lines."""
         config = self.load.config
         machine = self.load.machine
         sizes = self.load.bytes()
@@ -279,26 +280,26 @@ def predict_decode(
     second and what bounds them, the split of the layers, the number of cohorts, the timeline and
     the programs.
 
-    A stage takes its bytes over the bandwidth, its collectives, and the time of its kernels, where
-    the machine has one: no weights are read, and nothing is measured.
+    The time of a stage is its bytes divided by the bandwidth, plus its collectives, plus the time
+    of its kernels if the machine gives one. No weights are read, and nothing is measured.
 
     Args:
-        config: the whole model's, from `weft.stages.load_config`.
-        num_stages: pipeline stages.
-        shards: ranks that share each stage, by heads, inner columns or whole experts, and the
-            vocabulary.
-        requests: requests that decode together.
-        context: tokens before the one that is generated; None: 1,024, or half of the model's
-            positions.
-        cohorts: groups of requests that take turns; None: the number that is fastest.
-        steps: steps of each cohort in the timeline.
-        machine: the devices and links; None: those of `Machine()`.
+        config: the configuration of the whole model, from `weft.stages.load_config`.
+        num_stages: the number of pipeline stages.
+        shards: the number of ranks that share each stage, by heads, inner columns or whole experts,
+            and the vocabulary.
+        requests: the number of requests that decode together.
+        context: the number of tokens before the generated one. None: 1,024, or half of the model's
+            positions if that is less.
+        cohorts: the number of groups of requests that take turns. None: the fastest number.
+        steps: the number of steps of each cohort in the timeline.
+        machine: the devices and links. None: `Machine()`.
 
     Raises:
         ProgramError: more stages than layers, more cohorts than requests, or more steps than a
-            timeline has.
+            timeline can hold.
         RequestError: more context than the model has positions.
-        ConfigError: layers that so many ranks cannot share.
+        ConfigError: layers that this number of ranks cannot share.
 
     >>> from weft.stages import DEMO, load_config
     >>> print(predict_decode(load_config(DEMO), 2, requests=12).cohorts)
@@ -322,7 +323,8 @@ def predict_decode(
         numbers | {"machine": machine},
         ProgramError,
     )
-    split_layers(config.num_layers, num_stages)  # refuses what would take long to try
+    # Only for its check: it refuses numbers of stages that would take long to try.
+    split_layers(config.num_layers, num_stages)
     positions = config.max_position_embeddings
     tried = 1 if cohorts is None else cohorts
     if context is None:
@@ -337,7 +339,8 @@ def predict_decode(
     if not 1 <= tried <= requests:
         problem = f"{tried} cohorts for {requests} requests"
         raise ProgramError(f"{call}cohorts={tried})", problem, f"from 1 to {requests}")
-    share_config(config, shards)  # which refuses what ranks cannot share
+    # Only for its check: it refuses layers that ranks cannot share.
+    share_config(config, shards)
     load = DecodeLoad(config, num_stages, context, machine or Machine(), shards)
     most = min(2 * num_stages, requests)
     all_tried = {*range(1, most + 1, -(-most // _MOST_TRIED)), min(num_stages, most), most, tried}

@@ -2,13 +2,13 @@
 
 The machine is the checker's (`weft.transforms.pipelines.checker`) with time. Every rank performs
 its effects in order, and an edge holds `capacity` messages, from their send to the end of their
-receive. A send waits for room on its edge, starts the transfer and goes on. The transfers of an
-edge go one after the other, and those of different edges side by side. A receive waits until its
+receive. A send waits for room on its edge, starts the transfer and goes on. Transfers on one edge
+run one after the other, and transfers on different edges run in parallel. A receive waits until its
 message has arrived, and a fence until the messages of its micro-batch were received.
 
-So each start and end is a maximum of earlier times plus costs, and any order of simulation that the
-programs allow gives the same timeline. A larger cost never makes it shorter, and a larger capacity
-never makes it longer.
+Each start and end is therefore a maximum of earlier times plus costs, and any order of simulation
+that the programs allow gives the same timeline. A larger cost never makes the timeline shorter, and
+a larger capacity never makes it longer.
 """
 
 from collections import defaultdict
@@ -29,7 +29,7 @@ from weft.transforms.pipelines.timing.timeline import Timeline
 
 @attrs.frozen
 class _Message:
-    """A message on an edge: its bytes, and the moments at which it was sent and arrives."""
+    """A message on an edge: its bytes, and the times at which it is sent and arrives."""
 
     size: float
     sent: float
@@ -37,8 +37,8 @@ class _Message:
 
 
 class _Clocks:
-    """The moments so far: each rank's time, and for each edge its messages and the moments of their
-    receipts."""
+    """The state of the simulation: each rank's time, and for each edge its messages and the times
+    at which they were received."""
 
     def __init__(self, num_ranks: int, costs: Costs, capacity: int) -> None:
         self.costs = costs
@@ -46,11 +46,10 @@ class _Clocks:
         self.now = [0.0] * num_ranks
         self.messages: dict[Edge, list[_Message]] = defaultdict(list)
         self.received: dict[Edge, list[float]] = defaultdict(list)
-        # By rank and micro-batch
+        # By rank and micro-batch: the edge of each message sent, and its index there
         self.sent: dict[tuple[int, int], list[tuple[Edge, int]]] = defaultdict(list)
-        self.met: dict[
-            int, tuple[float, float]
-        ] = {}  # of ranks that come to it later: a collective's begin and end
+        # For ranks in a collective whose effect is not performed yet: its begin and end
+        self.met: dict[int, tuple[float, float]] = {}
 
     def move(self, step: Step) -> Event:
         """Perform one effect, after all effects that it waits for."""
@@ -68,7 +67,7 @@ class _Clocks:
         return Event(step.rank, step.effect, start, end, end - active)
 
     def _meet(self, rank: int, effect: Collective) -> Event:
-        """Perform a collective on one of its ranks, when all have come to it."""
+        """Perform a collective on one of its ranks, after all of them have reached it."""
         if rank not in self.met:
             begins = self._all_there(effect)
             ends = begins + (self.costs.launch + self.costs.seconds(effect))
@@ -78,11 +77,11 @@ class _Clocks:
         return Event(rank, effect, start, ends, begins - start)
 
     def _all_there(self, effect: Collective) -> float:
-        """The moment at which the last rank has come to a collective."""
+        """The time at which the last rank reaches a collective."""
         return max(self.now[each] for each in effect.ranks)
 
     def _waits(self, step: Step, edges: Sequence[Edge]) -> Iterable[float]:
-        """The moments before which an effect cannot end."""
+        """The times before which an effect cannot end."""
         if (edge := takes(step)) is not None:
             return [self.messages[edge][len(self.received[edge])].arrives]
         if isinstance(step.effect, Fence):
@@ -90,6 +89,7 @@ class _Clocks:
                 self.received[edge][index]
                 for edge, index in self.sent[step.rank, step.effect.microbatch]
             ]
+        # On an edge that was full, the n-th message needs the receipt of message n - capacity.
         full = (edge for edge in edges if len(self.messages[edge]) >= self.capacity)
         return [self.received[edge][len(self.messages[edge]) - self.capacity] for edge in full]
 
@@ -106,14 +106,14 @@ class _Clocks:
         queue.append(_Message(size, now, arrives))
 
     def peak_bytes(self) -> list[float]:
-        """For each rank, the most bytes at one time of messages sent and not yet received, at
-        either end."""
+        """For each rank, the peak of the bytes of messages from or to it that were sent but not yet
+        received."""
         changes: list[list[tuple[float, float]]] = [[] for _ in self.now]
         for edge, queue in self.messages.items():
             for message, received in zip(queue, self.received[edge], strict=True):
                 for rank in (edge.source, edge.to):
                     changes[rank] += [(message.sent, message.size), (received, -message.size)]
-        # Sorted: at one moment, receipts come first
+        # Sorting puts receipts, whose sizes are negative, before sends at the same time.
         return [_peak(sorted(rank_changes)) for rank_changes in changes]
 
 
@@ -136,14 +136,14 @@ def simulate(programs: Sequence[Program], costs: Costs, *, capacity: int = 2) ->
     """The timeline of programs with the given costs.
 
     Args:
-        programs: of all ranks, in order.
-        costs: of their effects.
-        capacity: messages that an edge holds. It is 2 in `Threads`; the check proves programs right
-            for 1.
+        programs: the programs of all ranks, in order.
+        costs: the costs of their effects.
+        capacity: the number of messages that an edge holds. `Threads` uses 2; the checker proves
+            programs correct for 1.
 
     Raises:
         ProgramError: programs that do not run to their end.
-        CostError: an effect without a cost, or with an impossible one.
+        CostError: an effect without a cost, or with an impossible cost.
 
     >>> from weft.transforms.pipelines.schedule import streaming
     >>> print(simulate(streaming(2, 3), Costs(stages=(1e-3, 1e-3))).as_text(40))

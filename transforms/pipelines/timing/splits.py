@@ -1,5 +1,5 @@
-"""`plan_splits`: the ways to spread a model over GPUs, stages by ranks that share each, and what
-each predicts."""
+"""`plan_splits`: predicts a decode loop for each way to spread a model over GPUs, as stages times
+the ranks that share each stage."""
 
 from typing import Any
 
@@ -14,9 +14,9 @@ from weft.stages.config import ModelConfig
 from weft.stages.shares import share_config
 from weft.transforms.pipelines.timing.prediction import Prediction, predict_decode
 
-# Characters of the longest bar.
+# The number of characters of the longest bar
 _BAR = 8
-# The bottleneck in a word or two, by the first word of the answer.
+# The bottleneck in one to three words, by the first word of `Prediction.bound`
 _BOUNDS = {
     "memory": "memory",
     "transfers": "transfers",
@@ -28,12 +28,12 @@ _BOUNDS = {
 
 @attrs.frozen
 class SplitPlan(Tabled):
-    """The splits that were tried. It prints as a table, with the best one marked, and those that do
-    not fit into the devices' memory.
+    """The splits that were tried. It prints as a table that marks the best split, and the splits
+    that do not fit into the devices' memory.
 
     Args:
-        predictions: one for each split, by the number of ranks that share a stage. At least one of
-            them fits.
+        predictions: one for each split, ordered by the number of ranks that share a stage. At least
+            one of them fits.
         left_out: the splits that the model does not allow, each with the reason.
     """
 
@@ -43,7 +43,7 @@ class SplitPlan(Tabled):
     @property
     def best(self) -> Prediction:
         """The prediction with the most tokens per second among those that fit into memory; of equal
-        ones, that with the most stages, whose ranks tell each other the least."""
+        predictions, the one with the most stages, since its ranks communicate the least."""
         return max((one for one in self.predictions if one.fits), key=_rank)
 
     def table(self) -> Table:
@@ -83,17 +83,16 @@ def _rank(one: Prediction) -> tuple[float, int]:
 
 
 def plan_splits(config: ModelConfig, num_gpus: int, **options: Any) -> SplitPlan:
-    """Predict a decode loop for each way to spread a model over GPUs: pipeline stages, times the
-    ranks that share each.
+    """Predict a decode loop for each way to spread a model over GPUs: a number of pipeline stages
+    times a number of ranks that share each stage.
 
     Args:
-        config: the whole model's, from `weft.stages.load_config`.
-        num_gpus: all of which every split uses.
-        options: `requests`, `context`, `cohorts`, `steps` and `machine`, as `predict_decode` takes
-            them.
+        config: the configuration of the whole model, from `weft.stages.load_config`.
+        num_gpus: the number of GPUs; every split uses all of them.
+        options: `requests`, `context`, `cohorts`, `steps` and `machine`, as for `predict_decode`.
 
     Raises:
-        ProgramError: no split uses so many GPUs, or none fits into their memory.
+        ProgramError: no split can use this number of GPUs, or none fits into their memory.
 
     >>> from weft.stages import DEMO, load_config
     >>> from weft.transforms import Machine

@@ -1,11 +1,11 @@
 """The steady state of a decode loop: its time per job, from the cycles of its event graph.
 
 The times of a timeline are maxima of earlier times plus costs, and in a full pipeline all jobs have
-the same effects. So there is one node for each effect of a job on each rank, and one for the
-arrival of a message on each edge. An arc `u -> v` of weight w and delay d says that v of a job
-comes at least w seconds after u of the job d places before. Then the time per job is the greatest
-ratio of weight to delay of any cycle (Baccelli, Cohen, Olsder and Quadrat, 1992, "Synchronization
-and linearity", theorem 3.23, for maximum-plus systems).
+the same effects. The event graph therefore has one node for each effect of a job on each rank, and
+one for the arrival of a message on each edge. An arc `u -> v` of weight w and delay d says that v
+of a job comes at least w seconds after u of the job d places earlier. The time per job is then the
+greatest ratio of weight to delay of any cycle (Baccelli, Cohen, Olsder and Quadrat, 1992,
+"Synchronization and linearity", theorem 3.23, for max-plus systems).
 """
 
 import functools
@@ -20,14 +20,14 @@ from weft.transforms.pipelines.machine import Edge, Step, puts, takes
 from weft.transforms.pipelines.schedule import decode_jobs, make_programs
 from weft.transforms.pipelines.timing.costs import Costs
 
-# The source of an arc, its weight and its delay.
+# The source of an arc, its weight and its delay
 Arc = tuple[Hashable, float, int]
 
 
 @functools.lru_cache(256)
 def decode_bodies(num_stages: int, cohorts: int) -> tuple[tuple[Effect, ...], ...]:
-    """The effects of each rank between the runs of two successive jobs, in a decode loop that has
-    been going on for a while. Their micro-batches count from the later job's.
+    """The effects of each rank from after the run of one job up to the run of the next, in the
+    steady state of a decode loop. Their micro-batches count from that of the later job.
 
     >>> for effect in decode_bodies(2, 2)[0]:
     ...     print(type(effect).__name__, effect.microbatch)
@@ -36,8 +36,10 @@ def decode_bodies(num_stages: int, cohorts: int) -> tuple[tuple[Effect, ...], ..
     Run -2
     Run 0
     """
-    full = min(cohorts, num_stages + 1)  # no rank runs further ahead of the outputs that returned
-    job = full + 1  # the first ones wait for nothing
+    # With more cohorts the effects are the same: no rank runs further ahead of the outputs.
+    full = min(cohorts, num_stages + 1)
+    # Not one of the first jobs, which wait for nothing
+    job = full + 1
     programs = make_programs(num_stages, decode_jobs(full, 1 + math.ceil(2 / full))[: job + 1])
     bodies = []
     for program in programs:
@@ -52,8 +54,9 @@ def decode_bodies(num_stages: int, cohorts: int) -> tuple[tuple[Effect, ...], ..
 
 
 def seconds_per_job(num_stages: int, cohorts: int, costs: Costs, capacity: int) -> float:
-    """The seconds from a job to the next in a full pipeline, whose costs are the same for all
+    """The seconds from one job to the next in a full pipeline. The costs must be the same for all
     micro-batches."""
+    # The arcs that end at each node
     arcs = defaultdict[Hashable, list[Arc]](list)
     sent = dict[Edge, tuple[Hashable, Effect]]()
     taken = dict[Edge, tuple[Hashable, Effect]]()
@@ -72,8 +75,11 @@ def seconds_per_job(num_stages: int, cohorts: int, costs: Costs, capacity: int) 
         target, receipt = taken[edge]
         assert isinstance(effect, Send | Broadcast)
         seconds = costs.transfer(effect, (edge.source, edge.to), costs.bytes_of(effect))
+        # A message arrives after its send, and after the message before it on the same edge.
         arcs[edge] += [(source, seconds, effect.microbatch), (edge, seconds, 1)]
+        # A receive ends after the arrival.
         arcs[target].append((edge, 0.0, -receipt.microbatch))
+        # A send waits for room: for the receive of the message `capacity` places earlier.
         arcs[source].append((target, 0.0, capacity + receipt.microbatch - effect.microbatch))
     return greatest_ratio(arcs)
 
@@ -81,16 +87,17 @@ def seconds_per_job(num_stages: int, cohorts: int, costs: Costs, capacity: int) 
 def greatest_ratio(arcs: Mapping[Hashable, Sequence[Arc]]) -> float:
     """The greatest ratio of weight to delay of any cycle in a strongly connected graph.
 
-    By policy iteration (Cochet-Terrasson, Cohen, Gaubert, McGettrick and Quadrat, 1998, "Numerical
-    computation of spectral elements in max-plus algebra"): each node follows one of its arcs back,
-    until none has a better one.
+    It uses policy iteration (Cochet-Terrasson, Cohen, Gaubert, McGettrick and Quadrat, 1998,
+    "Numerical computation of spectral elements in max-plus algebra"): each node follows one of its
+    incoming arcs back, and switches to a better one until no node has a better arc.
 
     Args:
-        arcs: those that end at each node. The delays of each cycle sum to more than 0.
+        arcs: the arcs that end at each node. The delays of each cycle must sum to more than 0.
 
     >>> greatest_ratio({"a": [("a", 2.0, 1), ("b", 1.0, 1)], "b": [("a", 4.0, 1)]})
     2.5
     """
+    # Gains within rounding must not count, or the iteration might never end.
     small = 1e-12 * sum(abs(weight) for incoming in arcs.values() for _, weight, _ in incoming)
     policy = {node: incoming[0] for node, incoming in arcs.items()}
     while True:
@@ -100,6 +107,8 @@ def greatest_ratio(arcs: Mapping[Hashable, Sequence[Arc]]) -> float:
             for node, incoming in arcs.items()
             if max(ratios[source] for source, _, _ in incoming) > ratios[node] * (1 + 1e-12)
         }
+        # Compare values only once the ratios of all nodes are the best: first things first in
+        # policy iteration for several cycles.
         if not better:
             for node, incoming in arcs.items():
                 gains = [
@@ -116,8 +125,8 @@ def greatest_ratio(arcs: Mapping[Hashable, Sequence[Arc]]) -> float:
 def _evaluate(
     policy: Mapping[Hashable, Arc],
 ) -> tuple[dict[Hashable, float], dict[Hashable, float]]:
-    """For each node the ratio of the cycle to which its arcs lead, and its value relative to a node
-    of that cycle."""
+    """For each node, the ratio of the cycle to which its policy leads, and the node's value
+    relative to a node of that cycle."""
     ratios = dict[Hashable, float]()
     values = dict[Hashable, float]()
     for start in policy:

@@ -1,5 +1,5 @@
-"""`Timeline`: the events of a run, simulated or measured; `measure` records one, and `compare`
-holds two together."""
+"""`Timeline`: the events of a run, simulated or measured; `measure` records a timeline, and
+`compare` compares two."""
 
 import textwrap
 import time
@@ -29,13 +29,13 @@ from weft.transforms.pipelines.timing.events import (
 
 @attrs.frozen
 class Timeline:
-    """The events of all ranks; `Timeline.of` makes it.
+    """The events of all ranks, made by `Timeline.of`.
 
     Args:
-        events: by rank, then in order; the first starts at 0.
-        peak_bytes: for each rank, the most bytes at one time of messages that it sent and nobody
-            had received, and of messages on their way to it: the buffers that it needs. None where
-            messages were not counted.
+        events: the events, by rank and then in order; the first one starts at 0.
+        peak_bytes: for each rank, the peak of the bytes of messages from or to it that were sent
+            but not yet received. This is the size of the buffers that it needs. None if messages
+            were not counted.
 
     >>> print(Timeline.of([Event(0, Run("stage 0", 0), 5.0, 6.0), Event(1, Run("stage 1", 0), 6.0, 8.0)]).as_text(40))
          s |0              |2         bubble
@@ -51,12 +51,11 @@ class Timeline:
 
     @classmethod
     def of(cls, events: Iterable[Event], peak_bytes: Sequence[float] | None = None) -> "Timeline":
-        """The timeline of events, simulated or measured. Ranks may be mixed; each rank's events are
-        in order.
+        """The timeline of events, simulated or measured, in any order.
 
         Args:
-            events: with moments in seconds of one clock; the earliest becomes 0.
-            peak_bytes: as the class takes it, where it is known.
+            events: the events, with times in seconds of one clock; the earliest time becomes 0.
+            peak_bytes: as for the class; None if unknown.
         """
         ordered = sorted(events, key=lambda event: (event.rank, event.start))
         zero = min((event.start for event in ordered), default=0.0)
@@ -83,9 +82,9 @@ class Timeline:
 
     @property
     def bubble(self) -> tuple[float, ...]:
-        """The share of the step time in which each rank waited, sent, launched, met others, or had
-        nothing to do."""
-        # A sum of parts may exceed the whole by rounding
+        """The share of the step time in which each rank waited, sent, launched, took part in
+        collectives, or had nothing to do."""
+        # By rounding, the busy shares may exceed 1.
         return tuple(max(0.0, 1.0 - share) for share in self.busy)
 
     def as_text(self, width: int = 80) -> str:
@@ -108,12 +107,12 @@ class Timeline:
         return self.as_svg()
 
     def as_svg(self) -> str:
-        """The picture that a notebook shows, to write to a file:
+        """The picture that a notebook shows, as SVG text. To save it:
         `Path("step.svg").write_text(timeline.as_svg())`."""
         return draw_svg(self.events, self.bubble)
 
     def plot(self, *, ax: Any = None) -> Any:
-        """The same picture in matplotlib axes: `ax`, or new ones. Returns the axes.
+        """Draw the same picture in matplotlib axes (None: new ones), and return them.
 
         Raises:
             MissingPackageError: matplotlib is not installed.
@@ -126,14 +125,13 @@ class Timeline:
 def _moved(event: Event, zero: float) -> Event:
     start = event.start - zero
     end = event.end - zero
-    # Only rounding makes it less
+    # Subtracting `zero` rounds, so that the event could become shorter than its wait.
     return attrs.evolve(event, start=start, end=end, waited=min(event.waited, end - start))
 
 
 @attrs.frozen
 class Comparison:
-    """The relative errors of a simulated timeline: each number is (simulated - measured) /
-    measured.
+    """The relative errors of a simulated timeline: each error is (simulated - measured) / measured.
 
     Args:
         step_time: the error of the step time.
@@ -163,7 +161,7 @@ class Comparison:
         return element("div", *drawn)
 
     def plot(self) -> Any:
-        """Both timelines, one above the other on one scale of time, as a matplotlib figure.
+        """Both timelines as a matplotlib figure, one above the other on the same time axis.
 
         Raises:
             MissingPackageError: matplotlib is not installed.
@@ -213,7 +211,7 @@ def compare(simulated: Timeline, measured: Timeline) -> Comparison:
 
 
 def _runs(timeline: Timeline) -> dict[tuple[int, Run], None]:
-    """The runs of each rank, in order."""
+    """The runs of each rank, in order (as the keys of a dict)."""
     return {
         (event.rank, event.effect): None
         for event in timeline.events
@@ -234,15 +232,15 @@ _MEASURING = Blocks["Recorder"]("weft.measuring")
 
 @attrs.frozen(eq=False)
 class _Moment:
-    """A moment of the host's clock, and the event of a device's stream, whose moment is known
+    """A time on the host's clock, and an event of a device's stream, whose time is known only
     later."""
 
     host: float
     event: torch.cuda.Event | None = None
 
     def seconds(self, zero: "_Moment") -> float:
-        """The moment on the host's clock. A device's is measured from an earlier one of that
-        device, `zero`."""
+        """The time on the host's clock. The time of a device's event is measured from `zero`, an
+        earlier moment on the same device."""
         if self.event is None or zero.event is None:
             return self.host
         return zero.host + float(zero.event.elapsed_time(self.event)) / 1e3
@@ -252,28 +250,29 @@ class Recorder:
     """The effects performed so far; call `timeline()` when the run is over.
 
     Args:
-        device: `cpu`: moments come from the host's clock, which all processes of a machine share.
-            `cuda`: they come from the device's current stream, so that the time of a kernel counts
+        device: `cpu`: times come from the host's clock, which all processes of a machine share.
+            `cuda`: times come from the device's current stream, so that the time of a kernel counts
             and the time of its launch does not.
     """
 
     def __init__(self, device: Literal["cpu", "cuda"]) -> None:
         self._on_device = device == "cuda"
-        self._zeros: dict[int, _Moment] = {}  # by the device
+        # By device
+        self._zeros: dict[int, _Moment] = {}
         self._spans: list[tuple[int, Effect, _Moment, _Moment, _Moment]] = []
         self._zero()
 
     @contextmanager
     def span(self, rank: int, effect: Effect) -> Iterator[None]:
-        """Record the effect that is performed inside."""
+        """Record the effect that is performed within this context."""
         zero = self._zero()
         start = self._now()
         yield
         self._spans.append((rank, effect, zero, start, self._now()))
 
     def _zero(self) -> _Moment:
-        """A moment that both clocks know: of the host, and of the current device, which is idle at
-        that moment."""
+        """A moment that is known on both clocks, the host's and the current device's. The device is
+        synchronized first, so that it is idle at this moment."""
         if not self._on_device:
             return self._now()
         device = torch.cuda.current_device()
@@ -290,8 +289,8 @@ class Recorder:
         return _Moment(time.perf_counter(), event)
 
     def events(self) -> list[Event]:
-        """The recorded events, in the order in which they ended, in seconds of the host's clock. An
-        event that is not a `Run` counts as a wait."""
+        """The recorded events, in the order in which they were recorded, in seconds of the host's
+        clock. The whole time of an event that is not a `Run` counts as a wait."""
         for device in self._zeros:
             torch.cuda.synchronize(device)
         events = []
@@ -304,18 +303,17 @@ class Recorder:
         return events
 
     def timeline(self) -> Timeline:
-        """The timeline of the ranks in this process. For ranks in several processes, pass all
-        `events()` to `Timeline.of`."""
+        """The timeline of the ranks in this process. If the ranks are in several processes, pass
+        the `events()` of all of them to `Timeline.of`."""
         return Timeline.of(self.events())
 
 
 @contextmanager
 def measure(device: Literal["cpu", "cuda"] = "cpu") -> Iterator[Recorder]:
-    """Record the effects of the pipelines that are called inside.
+    """Record the effects of the pipelines that are called in this context.
 
     Args:
-        device: whose clock counts: the host's (`cpu`), or that of the GPU's streams, by events
-            (`cuda`). Seconds.
+        device: the clock, in seconds: the host's (`cpu`), or events on the GPU's streams (`cuda`).
 
     >>> from weft.transforms.pipelines.pipeline import pipeline
     >>> step = pipeline([lambda p, s, batch, x: (s, batch), lambda p, s, batch, x: (s, x)])
@@ -330,7 +328,7 @@ def measure(device: Literal["cpu", "cuda"] = "cpu") -> Iterator[Recorder]:
 
 
 def measuring() -> Recorder | None:
-    """The recorder of the `measure` block around this call, if there is one."""
+    """The recorder of the innermost `measure` block around this call, if there is one."""
     recorders = _MEASURING.values()
     if recorders:
         return recorders[-1]

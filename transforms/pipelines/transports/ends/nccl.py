@@ -80,8 +80,7 @@ class NcclEnd:
 
     def perform(self, effect: Collective, x: Tensor, _: int, /) -> Tensor:
         """Exchange the parts of the tensors, and join them in the order of the ranks, so that all
-        ranks get the same bits (NCCL's own reduction may sum in another order). PPermute gathers
-        all tensors."""
+        ranks get the same bits. PPermute gathers all tensors."""
         group = self._members(effect.ranks)
         parts = cut(effect, x)
         every = torch.empty(parts.shape, dtype=x.dtype, device=x.device)

@@ -31,7 +31,7 @@ _COUNTS = PROGRAMS * 8
 class Channel:
     """One end of an edge: the receiver's slots and flags, the sender's acknowledgements, and the
     number of messages so far. Small messages have separate slots, acknowledgements and numbers
-    (`packed`); they need no flags, because each of their words contains its flag."""
+    (`packed`); each of their words travels with its own flag."""
 
     slots: Tensor
     flags: Tensor
