@@ -127,8 +127,8 @@ def test_a_cycle_in_words() -> None:
 
 
 def test_a_deadlock_that_a_larger_buffer_hides_is_one() -> None:
-    """Rank 0 receives returned outputs only after it has sent everything: too far ahead for one
-    message per edge."""
+    """Rank 0 receives returned outputs only after it has sent everything, so it runs too far ahead
+    for edges of one message."""
 
     def late(effects: list[Effect]) -> None:
         effects.sort(key=lambda e: isinstance(e, Broadcast) or str(e).startswith("run advance"))
@@ -327,7 +327,7 @@ QUIET = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_to
 @pytest.mark.slow
 def test_of_thousands_of_programs_no_broken_one_passes_and_no_right_one_is_refused() -> None:
     """A case of `broken_programs` has a dozen programs; the law for `edited_programs` decides which
-    are right."""
+    of them are correct."""
     refused_ones = accepted = 0
 
     @settings(deadline=None, max_examples=200, suppress_health_check=QUIET)
@@ -365,7 +365,7 @@ def test_of_thousands_of_programs_no_broken_one_passes_and_no_right_one_is_refus
 @pytest.mark.parametrize("kind", get_args(Collective))
 @pytest.mark.parametrize("place", range(3))
 def test_a_collective_is_refused_wherever_it_stands(kind: type[Collective], place: int) -> None:
-    """A worker would not perform it, and so return something else without a word."""
+    """A worker would not perform it, and would silently return something else."""
     effect = kind((0, 1))
     rank_programs = [
         planted(make_programs(2, [Job(feeds=False)], advances=False), rank, put(effect, place))[
@@ -392,8 +392,8 @@ def put(effect: Effect, place: int) -> Fault:
 
 
 def test_any_effect_of_the_union_is_drawn() -> None:
-    """A new kind of effect is drawn from then on; one that needs a value that the strategy does not
-    have fails here."""
+    """The strategy draws new kinds of effects automatically. A kind that needs a value that the
+    strategy cannot make fails here."""
     for kind in get_args(Effect):
         drawn = find(any_effects(2, 2), lambda effect, kind=kind: isinstance(effect, kind))
         assert parse_effect(str(drawn)) == drawn

@@ -1,4 +1,4 @@
-"""The checks of a single rank's program: planted faults are refused, those of buffers included."""
+"""The checks of a single rank's program: planted faults are refused, including faults of buffers."""
 
 import pytest
 from planting import (

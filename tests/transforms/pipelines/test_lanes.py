@@ -30,12 +30,12 @@ TIMEOUT = 20.0
 def first(
     params: dict[str, Tensor], state: Tensor, batch: Tensor, x: None
 ) -> tuple[Tensor, Tensor]:
-    """A feed-forward block by columns and rows."""
+    """A feed-forward block, sharded by columns and rows."""
     return state + 1, weft.all_reduce(torch.relu(batch @ params["up"]) @ params["down"], "tensor")
 
 
 def second(params: Tensor, state: Tensor, batch: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """A linear layer by columns."""
+    """A linear layer, sharded by columns."""
     return state + 1, weft.all_gather(x @ params, "tensor", dim=-1)
 
 
@@ -183,7 +183,7 @@ SAME = "the same collectives in the same order on all ranks of a group, with one
 
 
 def differing(name: str) -> Callable[..., Any]:
-    """A stage of two ranks, the second of which comes to another collective."""
+    """A stage of two ranks, the second of which performs a different collective."""
 
     def stage(params: Any, state: Any, batch: Tensor, x: None) -> Any:
         meets: Meets = (

@@ -107,8 +107,8 @@ def test_a_step_that_returns_no_pair_is_refused(returned: Any) -> None:
 
 
 def test_a_sum_of_as_many_columns_as_rows_is_the_readers_to_avoid() -> None:
-    """`join` sees only sizes: it refuses an output of another size, and joins one of the same size,
-    as documented."""
+    """`join` sees only sizes: it refuses an output of another size, and joins any output of the
+    same size, as documented."""
 
     def step(params: Any, state: Any, batch: Tensor) -> tuple[Any, Tensor]:
         return state, batch.sum(0)

@@ -1,5 +1,4 @@
-"""Batches of classes of users in a pipeline: the whole batch's results, in any number of
-micro-batches."""
+"""Custom batch classes in a pipeline: any number of micro-batches gives the whole batch's results."""
 
 from typing import Any
 

@@ -62,8 +62,8 @@ def edited() -> tuple[Program, ...]:
 
 
 def in_turn(num_stages: int, jobs: Any, **options: Any) -> Any:
-    """A schedule of one's own: two ranks, each of which runs all its stages on a micro-batch before
-    the next one."""
+    """A custom schedule: two ranks, each of which runs all its stages on a micro-batch before the
+    next micro-batch."""
     runs = [
         [Run(f"stage {s}", mb) for mb in range(len(jobs)) for s in range(r, num_stages, 2)]
         for r in range(2)
@@ -130,7 +130,7 @@ def test_edited_programs_are_simulated_and_run() -> None:
 
 
 def on_ranks(name: str) -> Any:
-    """The step of a schedule over processes, by gloo: this rank's states, and the output."""
+    """One step of a schedule in processes connected by gloo: this rank's states, and the output."""
     torch.set_num_threads(1)
     step = pipeline(
         [stage] * NUM_STAGES,
@@ -157,7 +157,7 @@ def test_processes_run_several_stages_each(name: str) -> None:
 
 
 def on_gpus(name: str, backend: Any) -> bool:
-    """Whether this rank's states, and the output, are those of one process on the same device."""
+    """Whether this rank's states and the output equal those of one process on the same device."""
     transport = Distributed(backend=backend, timeout=20)
     with transport.device:
         options: Any = {"microbatches": 3, "advance": advance, "schedule": SCHEDULES[name]}
@@ -188,7 +188,7 @@ def test_gpus_run_several_stages_each(name: str, backend: str) -> None:
 
 
 def test_a_session_ends_each_submission() -> None:
-    """Another schedule's programs need not go on where those of fewer jobs ended."""
+    """With another schedule, the programs for more jobs need not continue those for fewer jobs."""
     jobs = [[Job()], [Job(after=0), Job(after=0)]]
     results = []
     for schedule in (make_programs, interleaved(2)):
@@ -260,8 +260,8 @@ def test_drawn_schedules_are_compositions_in_threads(case: Woven) -> None:
 @settings(deadline=None, max_examples=8, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_an_engine_runs_interleaved_stages(data: st.DataObject) -> None:
-    """L11 with several stages on each rank: requests get the tokens that they get alone, and all
-    stages agree."""
+    """Law L11 with several stages on each rank: a request gets the same tokens as when it runs
+    alone, and all stages agree."""
     ranks, per_rank = data.draw(st.sampled_from(((2, 2), (1, 3), (1, 2))))
     trace = data.draw(traces(min_layers=ranks * per_rank, max_layers=ranks * per_rank))
 

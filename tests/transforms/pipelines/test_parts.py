@@ -353,7 +353,7 @@ def test_own_batches_that_nobody_says_how_to_split(batch: Any, problem: str, ins
 
 @attrs.frozen
 class Even:
-    """A class of batches that not every part can have."""
+    """A batch class that refuses the values of some parts."""
 
     steps: int = attrs.field(
         validator=lambda self, field, value: attrs.validators.in_(range(0, 99, 2))(
@@ -430,8 +430,8 @@ def test_the_encoding_of_a_tokenizer_is_split() -> None:
 
 
 def test_a_list_beside_tensors() -> None:
-    """A list of tensors is a tree, however long it is. One of Python values goes to all, if it
-    cannot be rows."""
+    """A list of tensors is a tree, whatever its length. A list of Python values goes to every part
+    if it cannot be rows."""
     two = torch.arange(2)
     cut = split({"x": two, "both": [two, two + 1], "names": ["a", "b", "c"]}, 2)
     assert [part["names"] for part in cut] == [["a", "b", "c"]] * 2

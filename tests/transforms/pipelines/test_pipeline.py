@@ -280,7 +280,7 @@ def test_programs_are_data_for_any_number_of_micro_batches() -> None:
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
 def test_ranks_outside_a_transform_of_torch_func_are_refused(transform: Any) -> None:
-    """torch.func's levels belong to one thread: a gradient through other threads would be zero."""
+    """torch.func's levels belong to one thread, so a gradient through other threads would be zero."""
 
     def last(step: Any) -> Any:
         return lambda x: step(PARAMS[:2], STATES[:2], x * torch.ones(3))[1].sum()
@@ -350,8 +350,8 @@ def returns_input(params: Any, state: Tensor, batch: Tensor, x: Tensor) -> tuple
 
 @pytest.mark.parametrize("make", [Local, Threads], ids=["local", "threads"])
 def test_what_a_stage_keeps_or_returns_of_a_lent_input_is_its_own(make: Any) -> None:
-    """The lender overwrites it in the next call. With one micro-batch, too, whose programs have no
-    fence."""
+    """The lender overwrites its result in the next call. This also holds with one micro-batch,
+    whose programs have no fence."""
     params = (torch.tensor(2.0), None)
     state = (torch.zeros(()), torch.zeros(2))
     step = pipeline([graphify(scale, outputs="borrow"), returns_input], transport=make())

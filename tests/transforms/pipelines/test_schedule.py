@@ -1,5 +1,5 @@
-"""Generators of schedules: each rank's effects and their order, at every size; and the jobs that
-wait for others."""
+"""Generators of schedules: each rank's effects and their order, at every size; and which jobs wait
+for others."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -51,8 +51,7 @@ def assert_each_effect_once_in_order(programs: Sequence[Program], ran: Sequence[
 
 
 def assert_bounded(ran: Sequence[Step], ranks: int, capacity: int) -> None:
-    """No edge ever holds more than `capacity` messages, or a negative number of them, and in the
-    end each is empty."""
+    """Every edge always holds from 0 to `capacity` messages, and is empty at the end."""
     num_messages: dict[object, int] = {}
     for step in ran:
         for edge in puts(step, ranks):
@@ -64,7 +63,7 @@ def assert_bounded(ran: Sequence[Step], ranks: int, capacity: int) -> None:
 
 
 def test_stages_of_different_micro_batches_overlap() -> None:
-    """While rank 1 runs micro-batch 0, rank 0 already runs the next one: that is the point of a
+    """While rank 1 runs micro-batch 0, rank 0 already runs the next one, which is the point of a
     pipeline."""
     runs = [
         (s.rank, s.effect.microbatch)

@@ -39,7 +39,7 @@ def job_lists(draw: st.DrawFn) -> list[Job]:
 def test_what_runs_before_the_end_is_a_beginning(
     stages: int, jobs: list[Job], buffers: int | None, more: bool
 ) -> None:
-    """Except for the last job's own effects, a program is a prefix of the program for more jobs."""
+    """Up to the last job's effects, a program is a prefix of the program for more jobs."""
     counts, first = count_running(stages, jobs, advances=True, buffers=buffers)
     longer = [*jobs, Job(more)]
     for before, after, count in zip(

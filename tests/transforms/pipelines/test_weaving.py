@@ -1,5 +1,5 @@
-"""`weave` and `interleaved`: their programs, and the bubble that `simulate` predicts beside the
-literature's bound."""
+"""`weave` and `interleaved`: their programs, and the bubble that `simulate` predicts, compared with
+the bound in the literature."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ SIZES = [(p, v, m) for p in (2, 3, 4, 8) for v in (1, 2, 4) for m in (p, 2 * p, 
 
 
 def bubble(num_ranks: int, per_rank: int, microbatches: int) -> float:
-    """Idle time over working time, of ranks that all take `STAGE` seconds for their part of the
+    """Idle time divided by working time, if every rank takes `STAGE` seconds for its part of the
     model."""
     programs = interleaved(num_ranks)(
         num_ranks * per_rank, [Job(feeds=False)] * microbatches, advances=False

@@ -149,7 +149,7 @@ class Costs:
         return self.transfer(effect, effect.ranks, num_peers * sent)
 
     def all_reduce_ways(self, effect: AllReduce) -> dict[str, float]:
-        """The seconds of a sum over several ranks for each way to compute it, by its description."""
+        """The seconds of a sum over several ranks, by the way to compute it."""
         size = collective_bytes(effect)
         ways = dict[str, float]()
         ways[ONE_STEP], ways[RING] = self._flat(effect, effect.ranks, size)

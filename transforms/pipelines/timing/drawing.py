@@ -203,7 +203,7 @@ def _legend(events: Sequence[Event], y: float) -> Iterator[str]:
                 f'<g transform="translate({x:.0f}'
                 f' 0)">{shape}{_text(wide + 5, y, words, "start")}</g>'
             )
-            # SVG cannot tell the width of a text: about 6.2 px for each character of 11 px
+            # The width of a text is not known here: assume 6.2 px for a character of 11 px.
             x += wide + 5 + 6.2 * len(words) + 18
 
 

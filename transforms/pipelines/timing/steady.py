@@ -107,8 +107,8 @@ def greatest_ratio(arcs: Mapping[Hashable, Sequence[Arc]]) -> float:
             for node, incoming in arcs.items()
             if max(ratios[source] for source, _, _ in incoming) > ratios[node] * (1 + 1e-12)
         }
-        # Compare values only once the ratios of all nodes are the best: first things first in
-        # policy iteration for several cycles.
+        # Compare values only when no node can reach a better ratio: the values of cycles with
+        # different ratios are not comparable.
         if not better:
             for node, incoming in arcs.items():
                 gains = [

@@ -1,5 +1,5 @@
-"""A prediction without the command line: it prints its answer, and refuses what the command's
-parser would."""
+"""A prediction without the command line: it prints its answer, and refuses the arguments that the
+command's parser would refuse."""
 
 import re
 from typing import Any

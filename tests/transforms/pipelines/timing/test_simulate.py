@@ -1,5 +1,5 @@
-"""The simulator: closed forms, a ticking clock as a second definition, and the effects of more cost
-or capacity."""
+"""The simulator: closed forms, a ticking clock as a second definition, and the effects of higher
+costs or more capacity."""
 
 import itertools
 from collections.abc import Sequence

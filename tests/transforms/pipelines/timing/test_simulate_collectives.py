@@ -152,8 +152,8 @@ def test_it_takes_the_faster_of_one_step_and_a_ring(case: str) -> None:
 
 
 def between(nodes: int, size: int, slower: float, count: int) -> tuple[Costs, AllReduce]:
-    """The costs of nodes of so many GPUs with slower links between them, and a sum of so many
-    numbers over all."""
+    """The costs of nodes with this number of GPUs and slower links between nodes, and an all-reduce
+    of this number of values over all ranks."""
     machine = Machine(
         latency=LATENCY, link=SPEED, gpus_per_node=size, node_link=SPEED / slower, node_latency=5e-6
     )
@@ -164,8 +164,8 @@ def between(nodes: int, size: int, slower: float, count: int) -> tuple[Costs, Al
 
 
 def test_a_sum_over_nodes_goes_in_three_phases() -> None:
-    """4 GB over 2 nodes of 8: each rank sums an eighth within its node, then with one rank of the
-    other node."""
+    """4 GB over 2 nodes of 8 GPUs: each rank sums an eighth within its node, and then together with
+    one rank of the other node."""
     costs, effect = between(2, 8, 8, 10**9)
     within = LATENCY + 7 / 8 * 4 * 10**9 / SPEED
     across = 5e-6 + 4 * 10**9 / 8 / (SPEED / 8)
@@ -185,8 +185,8 @@ def test_a_sum_over_nodes_goes_in_three_phases() -> None:
 def test_a_sum_over_nodes_is_within_its_bounds(
     nodes: int, size: int, slower: float, count: int
 ) -> None:
-    """Never slower than the ways without nodes, nor faster than the bytes that must leave a node
-    (Patarasuk and Yuan) take by all of its links at once."""
+    """It is never slower than the ways that ignore nodes. It is never faster than the transfer of
+    the bytes that must leave a node (Patarasuk and Yuan) over all of its links at once."""
     costs, effect = between(nodes, size, slower, count)
     seconds = costs.seconds(effect)
     assert seconds <= attrs.evolve(costs, gpus_per_node=None).seconds(effect)
@@ -207,7 +207,7 @@ def test_ranks_far_apart_take_longer() -> None:
     assert [costs.seconds(AllReduce(ranks, schema=SCHEMA)) for ranks in ((0, 1), (1, 2))] == [1, 5]
 
 
-# planted bugs, that the ticking clock sees
+# planted bugs that the ticking clock detects
 
 
 @settings(phases=[Phase.generate], database=None, derandomize=True, max_examples=200)

@@ -1,5 +1,5 @@
-"""Splits over GPUs: each is predicted as by itself, against arithmetic by hand, and what cannot be
-split is refused."""
+"""Splits over GPUs: each prediction equals a separate one and arithmetic by hand, and impossible
+splits are refused."""
 
 import attrs
 import pytest
@@ -27,8 +27,8 @@ def config() -> ModelConfig:
 def test_a_share_reads_its_part_and_pays_for_collectives(
     config: ModelConfig, size: int, rows: int
 ) -> None:
-    """Each rank gets the logits of its rows, and then all tokens and logprobs; a single row's it
-    has already."""
+    """Each rank gets the logits of its rows, and then all tokens and logprobs. With a single row,
+    it already has them."""
     context = 10
     shards = 2
     prediction = predict_decode(

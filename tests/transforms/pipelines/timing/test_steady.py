@@ -1,5 +1,5 @@
-"""The steady state of a decode loop, against simulated loops, all cycles of its graph, and planted
-bugs."""
+"""The steady state of a decode loop, compared with simulated loops and all cycles of its graph, and
+planted bugs."""
 
 import math
 from collections.abc import Hashable
@@ -22,7 +22,7 @@ from weft.transforms.pipelines.timing.steady import (
     seconds_per_job,
 )
 
-# A multiple of each number up to 6: cycles of a loop as small as these repeat after so many jobs.
+# A multiple of every number up to 6: the cycles of loops this small repeat after this many jobs.
 PERIODS = 60
 
 small = st.integers(0, 4)
@@ -37,7 +37,7 @@ costs = st.builds(
 
 
 def simulated(num_stages: int, cohorts: int, costs: Costs, capacity: int, jobs: int) -> float:
-    """The seconds of so many jobs in a loop that has been going on for as many."""
+    """The seconds of this number of jobs in a loop, after the same number of earlier jobs."""
     programs = make_programs(num_stages, decode_jobs(cohorts, math.ceil(2 * jobs / cohorts) + 2))
     events = simulate(programs, costs, capacity=capacity).events
     runs = (
@@ -122,8 +122,8 @@ def test_the_greatest_ratio_is_that_of_all_cycles(arcs: dict[Hashable, list[Arc]
 
 
 def without_arcs(kind: str) -> Any:
-    """The greatest ratio of a graph in which transfers of an edge go side by side, or edges hold
-    any messages."""
+    """The greatest ratio of a graph in which the transfers of an edge run in parallel, or edges
+    hold any number of messages."""
 
     def kept(node: Hashable, arc: Arc, index: int) -> bool:
         if kind == "transfers":

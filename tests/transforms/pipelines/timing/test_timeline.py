@@ -218,15 +218,14 @@ def test_a_pipeline_is_recorded_inside_of_measure_alone() -> None:
 
 @attrs.define(eq=False)
 class Gpus:
-    """Stand-ins for the clock of the host, and for GPUs that run what is launched on them one after
-    another."""
+    """Stand-ins for the host's clock, and for GPUs that run the launched work in order."""
 
     now: float = 16.0
     current: int = 0
     ends: list[float] = attrs.field(factory=lambda: [0.0, 0.0])
 
     def moment(self) -> float:
-        """When the current GPU gets to what is launched now."""
+        """The time at which the current GPU reaches work that is launched now."""
         return max(self.now, self.ends[self.current])
 
     def launch(self, seconds: float) -> None:
@@ -241,7 +240,7 @@ class Gpus:
 
 @attrs.define(eq=False)
 class GpuEvent:
-    """A stand-in for `torch.cuda.Event`, which knows its moment once the GPU has got to it."""
+    """A stand-in for `torch.cuda.Event`, which knows its time once the GPU has reached it."""
 
     gpus: Gpus
     is_timed: bool

@@ -10,7 +10,7 @@ class FakeTime:
     """The time of a test.
 
     Args:
-        tick: seconds that pass at each look at the clock.
+        tick: seconds that pass each time the clock is read.
     """
 
     def __init__(self, tick: float = 0.0) -> None:

@@ -172,8 +172,7 @@ def requests(num_ranks: int, transport: Transport) -> Any:
 
 
 def own_batches(num_ranks: int, transport: Transport) -> Any:
-    """Batches of classes of users, in one to three micro-batches; a class that nobody knows in two
-    sizes."""
+    """Custom batch classes, in one to three micro-batches; one unknown class in two sizes."""
     params, state = _values(num_ranks, transport)
     outs = []
     for batches, most in ((OWN_BATCHES, 3), (WHOLE_BATCHES, 1)):
@@ -223,7 +222,7 @@ def run_scenario(name: str, num_ranks: int) -> Any:
 
 
 def run_all(num_ranks: int) -> Any:
-    """All scenarios by one transport, and some by a second one."""
+    """All scenarios with one transport, and some with a second one."""
     torch.set_num_threads(1)
     one = Distributed(timeout=20)
     two = Distributed(timeout=20)

@@ -108,7 +108,7 @@ class StreamEnd:
 
 
 def run_rank(case: failures.Case, folder: Path) -> None:
-    """A rank of the proof of failures, on such a device."""
+    """A rank of the proof of failures, on the fake device."""
     _on_streams(case, folder)
 
 
@@ -119,7 +119,7 @@ def run_slowly_closing_rank(case: failures.Case, folder: Path) -> None:
 
 
 def use_streams(closing: float = 0.0) -> None:
-    """Give transports that this process makes from now on such a device."""
+    """Give the fake device to all transports that this process makes from now on."""
 
     def make_end(_: str, monitor: Monitor, device: torch.device, network: Network) -> DeviceEnd:
         return StreamEnd(monitor, closing)

@@ -43,7 +43,7 @@ def _largest(descriptor: Any, ladder: Ladder[Any]) -> Decision[Any]:
 
 def whole_step(deciding: int | None, from_step: int) -> list[int]:
     """A rank's whole step as one graph: receive, run, sample, send, advance. From some step on, one
-    rank may dispatch by its own rule."""
+    rank may dispatch by a different rule."""
     transport = Distributed(backend="gloo", timeout=8.0)
     rank = transport.rank
     model = load(DEMO, "cpu", stage=(transport.rank, 2))
@@ -97,7 +97,7 @@ def _twice(x: Any) -> Any:
 
 @attrs.frozen
 class OfTheRank:
-    """A stage whose function follows from no argument."""
+    """A stage whose function does not depend on any argument."""
 
     f: Any = attrs.field(init=False)
     _call_counts: dict[str, int] = attrs.field(factory=dict, init=False, metadata=OF_THIS_PROCESS)
@@ -136,7 +136,7 @@ def test_programs_of_different_classes_are_found_out_at_their_first_step(decidin
 
 
 def test_a_rank_that_takes_another_graph_later_keeps_nobody_waiting() -> None:
-    """It replays a graph that the others do not have, and they are told which rank is not in the
-    same step."""
+    """One rank replays a graph that the others do not have, and the others are told which rank is
+    in another step."""
     with pytest.raises((ProgramError, RankError)):
         launch(whole_step, 2, 1, 1)

@@ -1,5 +1,5 @@
-"""Collectives between processes, by gloo, by an NCCL that is none, and on GPUs: their results are
-those of the definition, and an exchange moves no more than its parts."""
+"""Collectives between processes, by gloo, by a fake NCCL, and on GPUs: their results are those of
+the definition, and an exchange moves no more than its parts."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -83,8 +83,8 @@ def test_gloo_sends_each_rank_its_part() -> None:
 
 
 def on_gpus(backend: Any, dtype: torch.dtype) -> list[str]:
-    """The collectives whose results, eagerly or in a graph, are not those of the definition on this
-    rank."""
+    """The collectives whose results on this rank, eagerly or in a graph, differ from the
+    definition."""
     transport = Distributed(backend=backend, timeout=60)
     count = transport.num_ranks
     rank = transport.rank
@@ -118,7 +118,7 @@ def test_gpus_get_what_is_defined(count: int, backend: str, dtype: torch.dtype) 
 
 
 class Group:
-    """A communicator to which the others have come already."""
+    """A communicator that the other ranks have already reached."""
 
     def __init__(self, rank: int, rank_tensors: list[Tensor]) -> None:
         self.rank = rank

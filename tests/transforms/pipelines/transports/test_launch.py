@@ -106,7 +106,7 @@ def test_a_rank_that_ends_is_named_with_its_instruction_and_how(
 
 
 def leave(rank: int) -> str:
-    """A function in which rank `rank` makes no transport."""
+    """A function that makes a transport on all ranks except `rank`."""
     if int(os.environ["RANK"]) == rank:
         return "early"
     return told(lambda: Distributed(timeout=5))

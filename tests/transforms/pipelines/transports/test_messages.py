@@ -178,7 +178,7 @@ def test_what_would_arrive_as_something_else_is_refused() -> None:
 
 
 def send_equal_values() -> str:
-    """Sends 1 and then True, which is another value."""
+    """Sends 1 and then True, which counts as a different value."""
     stages = [lambda p, s, batch, x: (s, (batch, p)), lambda p, s, batch, x: (s, x)]
     step = pipeline(stages, transport=Distributed(timeout=5))
     step([1], [None], torch.ones(1))
@@ -270,7 +270,7 @@ class Draining:
 def test_a_run_waits_for_what_the_one_before_sent_of_buffers_that_it_overwrites(
     buffers: int | None, drained: int
 ) -> None:
-    """A micro-batch that feeds nothing may be in flight when a run ends, and the next run has no
+    """A micro-batch that does not feed may be in flight when a run ends, and the next run has no
     fence for it."""
     programs = make_programs(2, [Job(feeds=False)], buffers=buffers)
     assert "fence" not in str(programs[0])

@@ -128,7 +128,7 @@ def ask(engine: Engine, what: str, odd: bool) -> None:
 
 def run_all(kinds: list[str], split: str) -> list[tuple[str, int]]:
     """For each kind, the words of this rank's error, and the number of tokens that it returned. The
-    two ranks are stages of a `pipeline`, or share layers (`tensor`)."""
+    two ranks are stages of a pipeline (`pipeline`), or share layers (`tensor`)."""
     torch.set_num_threads(1)
     return [run_kind(what, split) for what in kinds]
 
@@ -174,13 +174,13 @@ def run_kind(what: str, split: str) -> tuple[str, int]:
 
 
 def run_on_a_device(differs: bool, slow_watchdog: bool = False) -> list[str]:
-    """Steps on a device that the host runs ahead of. Rank 1's differing request has a layout that
-    rank 0 knows. The error of each step, each followed by that of the read.
+    """Steps on a device whose host runs ahead. Rank 1's differing request has a layout that rank 0
+    knows. Returns the error of each step, each followed by the error of the read.
 
     Args:
         differs: whether there is such a request.
-        slow_watchdog: a watchdog looks before the device is done, and finds the failure once its
-            host has closed.
+        slow_watchdog: whether a watchdog checks before the device is done, and finds the failure
+            only after its host has closed.
     """
     streams.use_streams()
     find, looked = Watchdog._find_failure, threading.Event()

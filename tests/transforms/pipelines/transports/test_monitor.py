@@ -1,4 +1,5 @@
-"""The monitor: the rank to blame, by the ranks' records, without processes and by a fake clock."""
+"""The monitor: finds the rank to blame from the ranks' records, without processes and with a fake
+clock."""
 
 import threading
 import time
@@ -66,7 +67,7 @@ def together(*calls: Any) -> list[Any]:
 
 
 def beating(monitors: list[Monitor], time: FakeTime) -> list[Watchdog]:
-    """The watchdogs, which beat, of processes that run while time passes."""
+    """The watchdogs of running processes, which write heartbeats while time passes."""
     watchdogs = [Watchdog(monitor, monitor.records, None) for monitor in monitors]
     time.meanwhile += [watchdog.look for watchdog in watchdogs]
     return watchdogs
@@ -153,7 +154,7 @@ def in_a_mesh(num_ranks: int, timeout: float = 0.2, clock: Clock | None = None) 
 
 
 def test_who_has_left_a_collective_is_not_late_to_it() -> None:
-    """Rank 2 has been in the collective, and is in its run; rank 1 has not come; rank 0 waits."""
+    """Rank 2 has done the collective and is in its run; rank 1 has not reached it; rank 0 waits."""
     three = in_a_mesh(3)
     with three[2].at_collective(SUM, 1):
         pass
@@ -181,8 +182,8 @@ def test_a_rank_that_fails_in_a_collective_is_there() -> None:
 
 
 def test_a_member_that_stopped_in_a_collective_is_blamed() -> None:
-    """All three are in it, and rank 1 beats no longer; rank 0 waits for rank 2, which waits for
-    rank 1."""
+    """All three are in the collective, and rank 1 writes no more heartbeats. Rank 0 waits for rank
+    2, which waits for rank 1."""
     time = FakeTime()
     three = in_a_mesh(3, 1, time.clock)
     watchdogs = beating([three[0], three[2]], time)

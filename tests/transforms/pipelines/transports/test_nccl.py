@@ -1,4 +1,4 @@
-"""`NcclEnd` with communicators that are none: what it keeps of a message, and for how long."""
+"""`NcclEnd` with fake communicators: what it keeps of a message, and for how long."""
 
 import weakref
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from weft.transforms.pipelines.transports.ends.nccl import NcclEnd
 
 
 class Work:
-    """A send that goes on until it is told that it has ended; like NCCL's, it holds what it sends."""
+    """A send that lasts until the test ends it; like NCCL's, it holds the tensor that it sends."""
 
     def __init__(self, sent: Sequence[Tensor]) -> None:
         self.sent = sent
@@ -48,7 +48,8 @@ def sender(monkeypatch: pytest.MonkeyPatch) -> tuple[NcclEnd, Group]:
 def test_a_send_keeps_the_memory_and_not_the_tensor(
     sender: tuple[NcclEnd, Group], mode: Any
 ) -> None:
-    """A step's tensors are gone when it returns, or its capture as one graph would be refused."""
+    """A step's tensors are freed when it returns; otherwise its capture as one graph would be
+    refused."""
     end, group = sender
     with mode():
         message = torch.arange(8.0).view(2, 4) + 1

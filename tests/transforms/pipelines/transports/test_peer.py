@@ -1,5 +1,4 @@
-"""Collectives by symmetric memory on two GPUs: the bits that `combine` defines, eagerly and in
-graphs."""
+"""Collectives by symmetric memory on two GPUs: bit-identical to `combine`, eagerly and in graphs."""
 
 import random
 import time
@@ -26,7 +25,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 AMONG = (0, 1)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Words of a piece that moves as one small message.
+# Words of a piece that is sent as one small message
 MOST = 2**17
 # Elements: of 16 bits up to 20 MB.
 COUNTS = (
@@ -67,7 +66,7 @@ def cases() -> Iterator[tuple[Collective, tuple[int, ...], torch.dtype]]:
 def drawn(
     shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: torch.device
 ) -> list[Tensor]:
-    """The same tensors of both ranks on each of them, of magnitudes that make the order of a sum
+    """The tensors of both ranks, equal on each rank. Their magnitudes make the order of a sum
     matter."""
     chance = torch.Generator(device).manual_seed(seed)
     values = torch.randn(2, *shape, generator=chance, device=device)
@@ -85,7 +84,7 @@ def wait(turns: int, device: torch.device) -> None:
 
 
 def differs(result: Tensor, expected: Tensor) -> bool:
-    """Whether a bit does."""
+    """Whether any bit differs."""
     same = result.shape == expected.shape and result.dtype == expected.dtype
     return not same or not torch.equal(as_bytes(result), as_bytes(expected.contiguous()))
 
@@ -136,8 +135,8 @@ def test_on_gpus_a_collective_has_the_bits_of_its_definition(seed: int) -> None:
 
 
 def run_many(replays: int) -> int:
-    """On each rank: the replays of a graph of many collectives, small and large, with a wrong bit;
-    ranks wait at random places, and nothing waits for the host."""
+    """On each rank: the replays with a wrong bit, of a graph of many small and large collectives.
+    Ranks wait at random places, and nothing waits for the host."""
     transport = Distributed(backend="peer", timeout=60)
     rank = transport.rank
     device = transport.device
@@ -157,7 +156,7 @@ def run_many(replays: int) -> int:
     for replay in range(replays):
         wait(among.choice((0, 0, 0, 1, 3)), device)
         for index, x in enumerate(xs):
-            # Sums of up to 256, which bfloat16 has exactly
+            # Sums of up to 256, which bfloat16 represents exactly
             x.fill_((replay + index) % 80 + 10 * rank)
         graph.replay()
     torch.cuda.synchronize()

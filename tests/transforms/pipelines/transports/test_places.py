@@ -1,5 +1,5 @@
-"""Places in memory of one machine: read as they were written, also while they are written, and
-after a kill."""
+"""Places in shared memory: they are read as they were written, even during a write or after the
+writer was killed."""
 
 import multiprocessing as mp
 import os
@@ -38,7 +38,8 @@ def test_files_without_names_are_read_by_those_who_met(tmp_path: Path) -> None:
 
 
 def test_a_file_is_found_whole_or_not_at_all(tmp_path: Path) -> None:
-    """By readers that look while it is made; and nothing is left of a run that was killed."""
+    """Readers find a file complete even while it is being made, and a new run does not see the
+    data of a killed run."""
 
     def make() -> None:
         for _ in range(300):
@@ -81,7 +82,7 @@ def write_for_ever(folder: Path) -> None:
 
 
 def test_a_killed_writer_leaves_whole_texts(tmp_path: Path) -> None:
-    """A text is a number, several times: those that are torn are not."""
+    """Each text repeats one number, so that a torn text can be recognized."""
     process = mp.get_context("spawn").Process(target=write_for_ever, args=(tmp_path,))
     process.start()
     try:

@@ -66,7 +66,7 @@ def beside(
 
 
 def differ(what: str) -> str:
-    """Take a step in which rank 1 has something else."""
+    """Take a step in which something differs on rank 1."""
     torch.set_num_threads(1)
     transport = Distributed(timeout=5)
     mine = transport.rank == 1
@@ -149,8 +149,8 @@ def test_of_three_ranks_all_name_the_one_that_differs() -> None:
 
 
 def differ_in_what_ran_before() -> str:
-    """Rank 1 takes a step that both have agreed on, while rank 0 takes one that they have not
-    agreed on."""
+    """Rank 1 takes a step on which both have agreed, while rank 0 takes one on which they have
+    not."""
     transport = Distributed(timeout=5)
     step = pipeline([scale] * 2, transport=transport)
     state, _ = step([torch.ones(())], [torch.ones(())], torch.ones(3))
@@ -198,8 +198,8 @@ def reduces(times: dict[str, int], p: Any, s: Any, batch: Any, x: Any) -> Any:
 
 
 def meet(what: str) -> str:
-    """Take two steps in which rank 1 has something else than the others. Unless a stage's source
-    differs, what differs is a tensor or other value that no digest covers."""
+    """Take two steps in which something differs on rank 1. Unless it is a stage's source, it is a
+    tensor or another value that no digest covers."""
     torch.set_num_threads(1)
     transport = Distributed(timeout=5)
     mine = transport.rank == 1
@@ -235,7 +235,7 @@ def meet(what: str) -> str:
 
 
 class Hidden(dict[str, int]):
-    """A dict that a digest of sources takes for one without entries, as it takes tensors."""
+    """A dict that a digest of sources treats as empty, as it ignores tensors."""
 
     def items(self) -> Any:
         return ()

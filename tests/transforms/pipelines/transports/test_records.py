@@ -1,4 +1,4 @@
-"""The ranks' records in a store: what a rank writes is what the others read, and from no other
+"""The ranks' records in a store: the others read what a rank wrote, and nothing from another
 transport."""
 
 import pytest
@@ -50,7 +50,7 @@ def test_a_rank_whose_heartbeat_changes_is_alive() -> None:
         two.write_beat(count, Position() if count else None)
         pulse.observe(one, [0, 1])
     assert pulse.silent(60) == []
-    assert pulse.silent(-1) == [1]  # rank 0 has never beaten
+    assert pulse.silent(-1) == [1]  # rank 0 has never written a heartbeat
     heard = one.beat(1)
     assert heard is not None
     assert (heard.count, heard.position, one.beat(0)) == (2, Position(), None)

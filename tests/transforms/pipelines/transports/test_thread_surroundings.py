@@ -1,5 +1,5 @@
-"""What is in force around a call of a pipeline is in force in the threads of its ranks, or is
-refused: for each public context of torch, by what stages see under `Local`."""
+"""The context around a call of a pipeline also applies in the threads of its ranks, or is refused.
+This is tested for each public context manager of torch, by what stages see under `Local`."""
 
 import inspect
 import sys
@@ -74,7 +74,7 @@ CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "set_checkpoint_early_stop": (lambda: torch.utils.checkpoint.set_checkpoint_early_stop(False)),
 }
 
-# Those that two threads cannot share.
+# Contexts that two threads cannot share
 REFUSED = (
     "TorchFunctionMode",
     "TorchDispatchMode",
@@ -147,7 +147,7 @@ def _is_public_context(name: str, value: Any) -> bool:
     return is_context and not name.startswith("_") and value.__module__.startswith("torch")
 
 
-# The torch whose contexts were sorted.
+# The version of torch whose contexts were sorted
 LATEST = (2, 14)
 
 

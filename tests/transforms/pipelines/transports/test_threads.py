@@ -1,5 +1,5 @@
-"""Threads: the results of Local, refusals, and failures, whose errors name the rank and which leave
-nothing running."""
+"""Threads: the results equal those of Local; refusals; and failures, whose errors name the rank and
+which leave nothing running."""
 
 import contextlib
 import gc
@@ -146,7 +146,7 @@ class Planted(Exception):
     """The error of a rank that raises."""
 
 
-# Seconds, longer than any time-out and what a busy machine adds to it.
+# Seconds: longer than any time-out plus the delays of a busy machine
 _STALL = 8.0
 
 
@@ -239,7 +239,7 @@ def test_a_rank_that_raises_at_any_instruction_is_named_and_leaves_nothing(
 @pytest.mark.parametrize("place", PLACES[::3], ids=str)
 def test_a_rank_that_stalls_is_named_in_time(place: tuple[int, int, int, str]) -> None:
     num_ranks, rank, at, instruction = place
-    timeout = 1.0  # on a busy machine, a rank that runs may stand still for a third of it
+    timeout = 1.0  # on a busy machine, a running rank may make no progress for a third of this time
     # Imports
     lending(num_ranks)(
         [torch.tensor(2.0)] * num_ranks, [torch.tensor(1.0)] * num_ranks, torch.arange(4.0)

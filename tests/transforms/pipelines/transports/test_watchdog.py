@@ -69,11 +69,11 @@ class Device:
 
 
 class Run:
-    """Two ranks of a step, their devices, and the watchdog of each, which looks while the run's
-    time passes.
+    """Two ranks of a step, their devices, and the watchdog of each rank, which checks while the
+    run's time passes.
 
     Args:
-        threads: whether the watchdogs are threads, by the real clock.
+        threads: whether the watchdogs are threads that use the real clock.
     """
 
     def __init__(
@@ -107,13 +107,13 @@ class Run:
             self.time.meanwhile.append(self.look)
 
     def look(self) -> None:
-        """The watchdogs look once, as long as they know of no failure."""
+        """Each watchdog checks once, unless it knows of a failure."""
         for rank in self.looking:
             if self.watchdogs[rank].error is None:
                 self.watchdogs[rank].look()
 
     def launch(self, rank: int, index: int) -> Event:
-        """The rank's host moves to the next effect, and its device gets one more to execute."""
+        """The rank's host moves to the next effect, and its device gets one more effect to execute."""
         monitor = self.monitors[rank]
         effects = PROGRAMS.programs[rank].effects
         monitor.move_to(index, effects[index])
@@ -166,7 +166,8 @@ def test_work_that_is_done_in_time_is_not_a_failure(runs: Callable[..., Run]) ->
 
 
 def test_a_kernel_that_never_ends_is_blamed_on_its_rank_by_both(runs: Callable[..., Run]) -> None:
-    """Rank 0's device hangs in its stage, though its host is at the end; rank 1's waits to receive."""
+    """Rank 0's device hangs in its stage, though its host is at the end; rank 1's device waits to
+    receive."""
     run = runs()
     run.launch(0, 0)
     run.launch(0, 1)

@@ -217,7 +217,7 @@ def test_who_waits_learns_that_the_other_end_closed(pair: list[Wire]) -> None:
 
 def test_who_waits_is_asked_whether_to_go_on(pair: list[Wire]) -> None:
     class EnoughError(Exception):
-        """Waited for long enough."""
+        """The wait was long enough."""
 
     calls: list[int] = []
 

@@ -106,8 +106,8 @@ class NcclEnd:
         while not capturing and self._under_way and self._under_way[0][0].is_completed():
             self._under_way.popleft()
         for tensor in tensors:
-            # Keep a detached tensor of the same memory: a capture refuses functions that leave
-            # tensors of their own somewhere.
+            # Keep a detached alias of the memory: the capture of a function refuses tensors that
+            # the function leaves somewhere.
             detached = tensor.detach()
             work = self._group(peer).send([as_bytes(detached)], peer, 0)
             if capturing:
