@@ -1,4 +1,4 @@
-"""Checks of the arguments of `pipeline`, `compose`, `microbatch` and `scan`, before anything runs."""
+"""Checks of the arguments of `pipeline`, `compose`, `microbatch` and `scan`."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

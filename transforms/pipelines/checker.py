@@ -456,7 +456,7 @@ class CheckedPrograms:
 
     @functools.cached_property
     def order(self) -> tuple[Step, ...]:
-        """The effects of this run, in an order in which one thread can perform them for all ranks."""
+        """The effects of this run in an order in which one thread can perform them all."""
         counts = [0] * len(self.programs)
         order = []
         for step in interleave(self.programs):

@@ -97,7 +97,7 @@ def takes(step: Step) -> Edge | None:
 
 
 def matches(sent: Step, taken: Step) -> bool:
-    """Whether a message has the micro-batch, the stage and the schema that its receiver waits for."""
+    """Whether a message has the micro-batch, stage and schema that its receiver expects."""
     ours = taken.effect
     theirs = sent.effect
     assert isinstance(ours, Recv | Broadcast)

@@ -207,7 +207,7 @@ class _Loom:
         ranks = range(len(self.orders))
         for rank in ranks:
             self._take_in(rank)
-        # Choose the ranks before any of them runs, so that a result of this round is not used in it.
+        # Choose the ranks before any of them runs: no result of this round may be used in it.
         going = [rank for rank in ranks if self._is_ready(rank)]
         for rank in going:
             self._start(rank)

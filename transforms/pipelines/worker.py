@@ -121,7 +121,7 @@ class Worker:
     mesh: Mesh | None = None
 
     def drop_finished(self, count: int) -> None:
-        """Drop the first `count` micro-batches, which are over, and number the others from 0."""
+        """Drop the first `count` micro-batches, which are over, and renumber the rest from 0."""
         for mapping in (self.inputs, self.results):
             left = {
                 (stage, mb - count): value for (stage, mb), value in mapping.items() if mb >= count

@@ -114,7 +114,7 @@ def test_what_nobody_receives() -> None:
 
 
 def test_a_cycle_in_words() -> None:
-    """Rank 0 waits for a returned output before it sends the input that rank 1 needs to compute it."""
+    """Rank 0 waits for an output before it sends the input from which rank 1 computes it."""
     rank_programs = [
         program(0, 2, "run stage 0 [mb 0]", "broadcast from 1 [mb 0]", "send to 1 [mb 0]"),
         program(1, 2, "recv from 0 [mb 0]", "run stage 1 [mb 0]", "broadcast from 1 [mb 0]"),

@@ -1,4 +1,4 @@
-"""The checks of a single rank's program: planted faults are refused, including faults of buffers."""
+"""The checks of a single rank's program: planted faults, also of buffers, are refused."""
 
 import pytest
 from planting import (
@@ -168,7 +168,7 @@ def test_advance_needs_no_broadcast_where_the_job_does_not_feed() -> None:
 
 
 def test_inputs_may_wait_for_their_stage() -> None:
-    """A rank may receive ahead of its runs: each input is a separate value, whatever the buffers."""
+    """A rank may receive ahead of its runs, since each input is a separate value."""
     programs = planted(
         streaming(2, 3, buffers=1), 1, before("recv from 0 [mb 1]", "run stage 1 [mb 0]")
     )

@@ -1,4 +1,4 @@
-"""Custom batch classes in a pipeline: any number of micro-batches gives the whole batch's results."""
+"""Custom batch classes: any number of micro-batches gives the whole batch's results."""
 
 from typing import Any
 

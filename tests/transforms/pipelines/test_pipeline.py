@@ -280,7 +280,7 @@ def test_programs_are_data_for_any_number_of_micro_batches() -> None:
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
 def test_ranks_outside_a_transform_of_torch_func_are_refused(transform: Any) -> None:
-    """torch.func's levels belong to one thread, so a gradient through other threads would be zero."""
+    """torch.func's levels belong to one thread: gradients through other threads would be zero."""
 
     def last(step: Any) -> Any:
         return lambda x: step(PARAMS[:2], STATES[:2], x * torch.ones(3))[1].sum()

@@ -105,7 +105,7 @@ def listed(program: Program) -> list[str]:
 
 
 def test_a_message_that_is_not_yet_needed_is_received_early() -> None:
-    """Rank 0 runs stage 0 on all micro-batches first, while rank 1 waits for the result of stage 2."""
+    """Rank 0 runs stage 0 on all micro-batches first; rank 1 waits for the result of stage 2."""
     first = [Run("stage 0", 0), Run("stage 0", 1), Run("stage 2", 0), Run("stage 2", 1)]
     last = [Run("stage 1", 0), Run("stage 3", 0), Run("stage 1", 1), Run("stage 3", 1)]
     programs = weave([first, last], [Job(feeds=False)] * 2, advances=False)

@@ -179,7 +179,7 @@ def compare(simulated: Timeline, measured: Timeline) -> Comparison:
     """The relative errors of the step time and of each rank's busy share.
 
     Raises:
-        ProgramError: the two ran different programs.
+        ProgramError: the timelines are of different programs.
 
     >>> run = Run("stage 0", 0)
     >>> print(compare(Timeline.of([Event(0, run, 0.0, 1.1)]), Timeline.of([Event(0, run, 7.0, 8.0)])))

@@ -173,7 +173,7 @@ class Agreement:
         return header | self._state_header(peer, met.state)
 
     def expect(self, microbatch: int, returns: bool) -> Expected:
-        """The header that a message which this rank is about to receive must have."""
+        """What the header of the next message to this rank must say."""
         return Expected(self._states[microbatch], microbatch, returns)
 
     def compare(self, peer: int, expected: "Expected | Meeting", header: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The transport `Distributed`: a process for each rank, under torchrun or `weft.transforms.launch`."""
+"""The transport `Distributed`: a process per rank, under torchrun or `weft.transforms.launch`."""
 
 import atexit
 import os

@@ -250,7 +250,7 @@ def test_ranks_that_are_asked_for_the_same_agree(
 def test_ranks_that_share_layers_find_what_differs_at_their_first_collective(
     what: str, tensor_errors: dict[str, Any]
 ) -> None:
-    """Each rank compares the other's journal; one of them may hear first that the other has failed."""
+    """Each rank compares the other's journal; one may first hear that the other has failed."""
     texts = [text for text, _ in tensor_errors[what]]
     assert [returned for _, returned in tensor_errors[what]] == [0, 0]
     assert any(text.startswith("ProgramError: rank ") for text in texts)

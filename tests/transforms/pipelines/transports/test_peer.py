@@ -1,4 +1,4 @@
-"""Collectives by symmetric memory on two GPUs: bit-identical to `combine`, eagerly and in graphs."""
+"""Collectives by symmetric memory on two GPUs: the bits of `combine`, eagerly and in graphs."""
 
 import random
 import time

@@ -113,7 +113,7 @@ class Run:
                 self.watchdogs[rank].look()
 
     def launch(self, rank: int, index: int) -> Event:
-        """The rank's host moves to the next effect, and its device gets one more effect to execute."""
+        """The rank's host moves to the next effect, and its device gets one more effect."""
         monitor = self.monitors[rank]
         effects = PROGRAMS.programs[rank].effects
         monitor.move_to(index, effects[index])
