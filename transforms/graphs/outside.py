@@ -55,6 +55,7 @@ _CONTAINERS = (tuple, list, dict, deque, set, frozenset, types.MappingProxyType)
 _FILLABLE = (list, dict, deque, set, OrderedDict, defaultdict)
 # The containers of a module that must stay empty if they were empty at the capture.
 _KEPT_BY_MODULES = (*MODULE_HOOKS, "_modules")
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 @attrs.define(eq=False)
@@ -525,9 +526,9 @@ class _Names:
         if is_dict and not is_foreign:
             self.dicts.append((label, bindings))
         for name, value in attributes(owner):
-            if _is_empty(value) and (
-                is_foreign or (isinstance(owner, nn.Module) and _is_unused(name))
-            ):
+            if isinstance(owner, nn.Module) and _is_kept_by_torch(type(owner), name):
+                continue
+            if is_foreign and _is_empty(value):
                 continue
             if is_dict and name in bindings:
                 self._read_part(_joined(label, name), value, self.entries, bindings, name)
@@ -714,9 +715,14 @@ def _is_empty(value: Any) -> bool:
     return isinstance(value, _CONTAINERS) and not value
 
 
-def _is_unused(name: str) -> bool:
-    """Whether a module's container of this name belongs to torch and is not read by calls."""
-    return name.startswith("_") and name not in _KEPT_BY_MODULES
+def _is_kept_by_torch(kind: type, name: str) -> bool:
+    """Whether an attribute of a module is torch's own business: its parameters and buffers, which
+    are noted by themselves, and what torch's modules keep in private, such as a recurrent module
+    its list of parameters, which each run of a stage fills anew."""
+    if name in ("_parameters", "_buffers"):
+        return True
+    is_private = name.startswith("_") and name not in _KEPT_BY_MODULES
+    return is_private and (kind.__module__.startswith("torch.nn.") or name in _OF_EVERY_MODULE)
 
 
 def _values_in(container: Any) -> Any:
