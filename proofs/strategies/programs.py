@@ -42,7 +42,8 @@ class Scheduled:
 
 @st.composite
 def job_lists(draw: st.DrawFn, max_jobs: int = 8, min_jobs: int = 0) -> tuple[Job, ...]:
-    """Any jobs. Each may feed, and runs after any earlier job that feeds, or after none."""
+    """Any jobs of a pipeline. Each may feed another; it runs after any earlier job that feeds, or
+    after none."""
     jobs: list[Job] = []
     for _ in range(draw(st.integers(min_jobs, max_jobs))):
         feeding = [index for index, job in enumerate(jobs) if job.feeds]
