@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from weft.batch import EMBEDDED
 from weft.proofs.evidence.mutants.bits import BITS
@@ -26,12 +26,12 @@ from weft.transforms.pipelines.transports.launch import launch
 
 
 def draw_cases(count: int, **options: Any) -> list[InvariantLoad]:
-    """The same cases each time."""
+    """The same cases each time, whatever the text of this file is."""
     drawn: list[InvariantLoad] = []
 
+    @seed(0)
     @settings(
         max_examples=count,
-        derandomize=True,
         database=None,
         deadline=None,
         phases=[Phase.generate],

@@ -63,7 +63,7 @@ def test_ranks_on_gpus_are_one_process(num_ranks: int, backend: str) -> None:
 def test_a_difference_on_one_rank_is_an_error_on_all() -> None:
     """A rank has other weights, which comparing code and programs cannot detect."""
     code = (
-        "import os\nimport attrs\nfrom weft.proofs import ranks\nfrom"
+        "import os\nimport attrs\nfrom weft.proofs.evidence.runs import ranks\nfrom"
         " weft.proofs.strategies.engine.traces import Trace\nplain = Trace.params\nif"
         " os.environ['RANK'] == '1':\n    Trace.params = lambda self, *args:"
         " plain(attrs.evolve(self, seed=self.seed + 1), *args)\nranks.main(['--traces', '3',"
