@@ -317,7 +317,7 @@ def donates(*argnames: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     call = f"donates({', '.join(getattr(name, '__name__', repr(name)) for name in argument_names)})"
     if not all(isinstance(name, str) for name in argument_names):
         raise ArgumentError(
-            call, "what is no name of an argument", '@donates("state"), with its parentheses'
+            call, "an argument that is not a string", '@donates("state"), with its parentheses'
         )
 
     def wrap(fn: Callable[P, R]) -> Callable[P, R]:

@@ -199,7 +199,7 @@ def _of_function(function: types.FunctionType) -> Members:
 
 
 def _get(owner: Any, step: Step) -> Any:
-    """What lies at a step. Raises LookupError or AttributeError if there is nothing."""
+    """Return the member at a step. Raises LookupError or AttributeError if there is none."""
     if step.kind == "attribute" and step.key in getattr(owner, "__dict__", {}):
         return vars(owner)[step.key]
     if step.kind in ("attribute", "fixed"):
@@ -255,7 +255,7 @@ class Place:
     path: str
 
     def get(self) -> Any:
-        """What lies there now. Raises LookupError or AttributeError if a step leads nowhere."""
+        """Return the value there now. Raises LookupError or AttributeError if a step is gone."""
         return self._at(len(self.steps))
 
     def put(self, value: Any) -> None:
@@ -433,7 +433,7 @@ class Snapshot:
         )
 
     def changes(self, state: Set[int] = frozenset()) -> Iterator[Change]:
-        """What has changed since the snapshot, in the order of the roots.
+        """Yield the changes since the snapshot, in the order of the roots.
 
         Args:
             state: the ids of tensors that are part of a state, and so may be replaced by its next
@@ -517,7 +517,7 @@ def _restore(value: Any, now: Members, before: Members) -> None:
 
 @attrs.frozen(eq=False)
 class _Contents:
-    """How to copy, restore and compare the contents of a mutable object that has no members."""
+    """Functions that copy, restore and compare the contents of a set, an array or a generator."""
 
     get: Callable[[Any], Any]
     put: Callable[[Any, Any], Any]

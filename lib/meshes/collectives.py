@@ -245,8 +245,8 @@ def with_schema(effect: Collective, x: Tensor) -> Collective:
 
 
 def cut(effect: Collective, x: Tensor) -> Tensor:
-    """What a collective sends of one rank's tensor to each rank, [ranks, ...], in their order: a
-    part to each, or the whole tensor to all. A view."""
+    """Return what one rank sends to each rank of a collective: a view of its tensor, [ranks, ...],
+    with one part for each rank, or the whole tensor for all of them."""
     count = len(effect.ranks)
     match effect:
         case ReduceScatter(dim=dim) | AllToAll(split_dim=dim):

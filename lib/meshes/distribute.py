@@ -36,7 +36,7 @@ def distribute(tree: Any, mesh: Any, placements: Any) -> tuple[Any, ...]:
     >>> import torch, weft
     >>> params = {"up": torch.ones(4, 8), "down": torch.ones(8, 4)}
     >>> parts = distribute(params, weft.Mesh(tensor=2), {"up": weft.Shard(1), "down": weft.Shard(0)})
-    >>> [tuple(own["up"].shape) for own in parts]
+    >>> [tuple(part["up"].shape) for part in parts]
     [(4, 4), (4, 4)]
     """
     call = f"weft.distribute(tree, {mesh!s:.80}, ...)"

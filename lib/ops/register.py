@@ -227,10 +227,10 @@ def _infer_schema(reference: Function, parameters: Function, writes: Sequence[st
 
 _CALL = """
 def bind(op, launch, derived, exact, is_grad_enabled, in_functorch_transform, is_batch_invariant, compiling, anywhere):
-    def call({given}):
+    def call({names}):
         if (is_grad_enabled() and ({requires_grad})) or (in_functorch_transform() and not compiling()):
-            return exact({given}) if (anywhere[0] if compiling() else is_batch_invariant()) else derived({given})
-        return op({given}) if compiling() else launch({given})
+            return exact({names}) if (anywhere[0] if compiling() else is_batch_invariant()) else derived({names})
+        return op({names}) if compiling() else launch({names})
     return call
 """
 _CALL_OF_TWO = """
@@ -238,19 +238,19 @@ def bind(
     op, launch, op_invariant, launch_invariant, derived, exact,
     is_grad_enabled, in_functorch_transform, is_batch_invariant, compiling, anywhere
 ):
-    def call({given}):
+    def call({names}):
         if (is_grad_enabled() and ({requires_grad})) or (in_functorch_transform() and not compiling()):
-            return exact({given}) if (anywhere[0] if compiling() else is_batch_invariant()) else derived({given})
+            return exact({names}) if (anywhere[0] if compiling() else is_batch_invariant()) else derived({names})
         if compiling():
-            return op_invariant({given}) if anywhere[0] else op({given})
-        return launch_invariant({given}) if is_batch_invariant() else launch({given})
+            return op_invariant({names}) if anywhere[0] else op({names})
+        return launch_invariant({names}) if is_batch_invariant() else launch({names})
     return call
 """
 _CHECKED = """
 def bind(check, unchecked):
-    def call({given}):
-        check({given})
-        return unchecked({given})
+    def call({names}):
+        check({names})
+        return unchecked({names})
     return call
 """
 
@@ -289,10 +289,13 @@ def _write_checked(op: Any, check: Function, unchecked: Function) -> Any:
 
 
 def _bind(op: Any, source: str, **more: str) -> Function:
-    """The function `bind` that a source defines, with the operator's parameters for `{given}`."""
+    """The function `bind` that a source defines, with the operator's parameters for `{names}`."""
     parameters = ", ".join(argument.name for argument in op._schema.arguments)
     namespace: dict[str, Any] = {}
-    exec(compile(source.format(given=parameters, **more), f"<the call of {op}>", "exec"), namespace)
+    exec(
+        compile(source.format(names=parameters, **more), f"<the call of {op}>", "exec"),
+        namespace,
+    )
     bind: Function = namespace["bind"]
     return bind
 

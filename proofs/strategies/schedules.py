@@ -118,20 +118,7 @@ def _edited(rng: random.Random, case: Scheduled, num_stages: int) -> Scheduled:
         return case
     at = rng.randrange(len(effects))
     other = rng.randrange(len(effects))
-    kind = rng.choice(
-        (
-            "drop",
-            "double",
-            "move",
-            "swap",
-            "neighbours",
-            "taken",
-            "returned",
-            "returned",
-            "stage",
-            "microbatch",
-        )
-    )
+    kind = rng.choice(_KINDS)
     if kind == "taken":  # swap two messages that are received one after the other
         receipts = [i for i, e in enumerate(effects) if isinstance(e, Recv | Broadcast)]
         first = rng.randrange(max(len(receipts) - 1, 1))

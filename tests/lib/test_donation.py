@@ -230,7 +230,7 @@ def test_arguments_that_are_not_there_are_refused_at_once() -> None:
             """Nothing."""
 
     with refused(
-        ArgumentError, "donates(f)", "what is no name of an argument", '@donates("state"), <any>'
+        ArgumentError, "donates(f)", "an argument that is not a string", '@donates("state"), <any>'
     ):
 
         @donates  # type: ignore[arg-type]

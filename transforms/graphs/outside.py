@@ -506,7 +506,7 @@ class _Names:
     def _read_module(self, module: nn.Module, label: str) -> None:
         if not self._modules:
             for name, hooks in GLOBAL_HOOKS.items():
-                self._read_part(name, hooks, None, GLOBAL_HOOKS, name)
+                self._read_part(name, hooks, None)
         self._modules[label or type(module).__name__] = module
         self._visited.update(map(id, module.modules()))
         for path, part in module.named_modules():
@@ -530,10 +530,11 @@ class _Names:
                 continue
             if is_foreign and _is_empty(value):
                 continue
+            part = _joined(label, name)
+            place = _Place(self.slots, part, owner, name)
             if is_dict and name in bindings:
-                self._read_part(_joined(label, name), value, self.entries, bindings, name)
-            else:
-                self._read_part(_joined(label, name), value, self.slots, owner, name)
+                place = _Place(self.entries, part, bindings, name)
+            self._read_part(part, value, place)
 
     def _read_elements(self, container: Any, label: str) -> None:
         """Read the functions in a container."""
@@ -554,22 +555,21 @@ class _Names:
         steps = members(container)
         if steps is None:  # a set, or a view of a dict
             for value in entries:
-                self._read_part(label, value, None, container, label)
+                self._read_part(label, value, None)
         for step, value in steps or ():
-            self._read_part(step.after(label), value, places, container, step.key)
+            part = step.after(label)
+            place = None if places is None else _Place(places, part, container, step.key)
+            self._read_part(part, value, place)
 
-    def _read_part(
-        self, label: str, value: Any, places: _Bindings | None, owner: Any, key: Any
-    ) -> None:
-        """Read the value that `owner` has under `key`, if it is a function or a container, and note
-        the function or the tensor there.
+    def _read_part(self, label: str, value: Any, place: "_Place | None") -> None:
+        """Read a function or a container. Note it, or the tensor there, with the places on the way.
 
         Args:
-            places: the noted places of this kind; None: the place is not noted.
+            place: where it is; None: nowhere that is compared, or where nothing else can be put.
         """
         before = self._way
-        if places is not None:
-            self._way = (*before, _Place(places, label, owner, key))
+        if place is not None:
+            self._way = (*before, place)
         is_function = _is_function(value)
         if isinstance(value, Tensor):
             self._in_places.append((value, self._way))

@@ -246,6 +246,11 @@ CAPTURES = (
         _HAZARDS,
         _method(_Names, "note_tensors", _note_no_elements),
     ),
+    Mutant(
+        "the mode of a closed-over module is not seen",
+        _HAZARDS,
+        _beside(Outside, "_asks_for_mode", lambda kind: False),
+    ),
     Mutant("nothing outside is compared", _PROGRAMS, _method(Outside, "_comparison", _nothing)),
     Mutant(
         "a replay runs without grad mode",

@@ -92,9 +92,6 @@ def count(text: str) -> Counts:
     tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
     code = {token.start[0] for token in tokens if token.type not in _NO_CODE}
     comments = {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
-    names = [name.strip("_") for node in ast.walk(tree) for name in _names_of(node)]
-    is_decorator = "from hypothesis import" in text  # `@given(...)` is its name
-    vague = VAGUE - {"given"} if is_decorator else VAGUE
     nodes = list(ast.walk(tree))
     return Counts(
         lines=text.count("\n"),
@@ -104,8 +101,8 @@ def count(text: str) -> Counts:
         skips=sum(
             "# fmt: skip" in token.string for token in tokens if token.type == tokenize.COMMENT
         ),
-        names=len(names),
-        vague=sum(name in vague for name in names),
+        names=sum(len(_names_of(node)) for node in nodes),
+        vague=len(vague_names(text)),
         tuples=sum(map(_assigns_tuples, nodes)),
         ternaries=sum(isinstance(node, ast.IfExp) for node in nodes),
         comprehensions=sum(isinstance(node, _COMPREHENSIONS) for node in nodes),
@@ -114,7 +111,7 @@ def count(text: str) -> Counts:
 
 def vague_names(text: str) -> list[tuple[int, str]]:
     """The vague names of a file, each with its line."""
-    is_decorator = "from hypothesis import" in text
+    is_decorator = "from hypothesis import" in text  # `@given(...)` is its name
     vague = VAGUE - {"given"} if is_decorator else VAGUE
     return sorted(
         (node.lineno, name)

@@ -451,6 +451,8 @@ class Module(nn.Module):
         self.all = [self.weight * 2]
 
     def forward(self, x):
+        if self.training:
+            x = x * 2
         return x * self.weight + self.all[0]
 
 a_dict = OrderedDict(weight=torch.ones(3, device=device), all=[torch.ones(3, device=device)])
@@ -487,6 +489,7 @@ def before(call):
                 "module.weight = new",
                 "module.all[0] = new",
                 "module.all = [new]",
+                "module.eval()",
             ),
         },
     ),

@@ -304,7 +304,7 @@ REPLACED: dict[str, tuple[Callable[..., Tensor], Callable[[pytest.MonkeyPatch], 
     "a submodule of a default": (
         by_default,
         replaced(by_default.__defaults__[0]._modules, "0", nn.ReLU()),
-    ),  # type: ignore[index]
+    ),
     "a submodule of an attribute of a function": (
         by_attribute,
         replaced(vars(by_attribute)["part"]._modules, "0", nn.ReLU()),
