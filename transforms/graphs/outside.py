@@ -55,6 +55,7 @@ _CONTAINERS = (tuple, list, dict, deque, set, frozenset, types.MappingProxyType)
 _FILLABLE = (list, dict, deque, set, OrderedDict, defaultdict)
 # The containers of a module that must stay empty if they were empty at the capture.
 _KEPT_BY_MODULES = (*MODULE_HOOKS, "_modules")
+# What torch itself keeps in each module, whatever its class.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
