@@ -12,6 +12,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 # Characters of one to four bytes in UTF-8, including those that decoders remove or add.
 CHARACTERS = "abé☂👍 ▁\n"
+# The first and the last character of each length in UTF-8, and those around the surrogates: their
+# bytes are the bounds of what may follow what.
+BOUNDS = "\x80\u07ff\u0800\ud7ff\ue000\uffff\U00010000\U0010ffff"
 WORDS = (
     *(
         "the",
@@ -49,24 +52,25 @@ WORDS = (
 )
 
 
-def _vocabulary() -> dict[str, int]:
-    """Texts that have a meaning for some decoder, and bytes in the two spellings of tokens:
-    `<0xE2>` and the byte-level alphabet."""
-    raw = sorted({*CHARACTERS.encode(), 0x80, 0xC3, 0xE2, 0xED, 0xFF})
+def _byte_level() -> list[str]:
+    """The characters that stand for bytes of `CHARACTERS` and `BOUNDS`, and eight that stand for
+    others, in the alphabet of byte-level tokenizers."""
     byte_level = Tokenizer(models.BPE())
     byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    spelled = [
-        char
-        for [(written, _)] in map(byte_level.pre_tokenizer.pre_tokenize_str, CHARACTERS)
-        for char in written
-    ]
-    invalid = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - {*spelled})[-8:]
-    texts = [*CHARACTERS, *WORDS, *(f"<0x{byte:02X}>" for byte in raw), *spelled, *invalid]
-    return {text: id for id, text in enumerate(dict.fromkeys(texts))}
+    pieces = map(byte_level.pre_tokenizer.pre_tokenize_str, CHARACTERS + BOUNDS)
+    spelled = [char for [(written, _)] in pieces for char in written]
+    others = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - {*spelled})
+    return [*dict.fromkeys(spelled), *others[-8:]]
 
 
-VOCABULARY = _vocabulary()
+_RAW = sorted({*(CHARACTERS + BOUNDS).encode(), 0xFF})
+_BYTE_LEVEL = _byte_level()
+# Texts that have a meaning for some decoder, and bytes in the two spellings of tokens: `<0xE2>` and
+# the byte-level alphabet.
+_TEXTS = (*CHARACTERS, *WORDS, *(f"<0x{byte:02X}>" for byte in _RAW), *_BYTE_LEVEL)
+VOCABULARY = {text: id for id, text in enumerate(dict.fromkeys(_TEXTS))}
 BYTES = [id for text, id in VOCABULARY.items() if text.startswith("<0x")]
+BYTE_LEVEL = [VOCABULARY[char] for char in _BYTE_LEVEL]
 _PATTERNS = st.sampled_from(["▁", "a", "aa", "aba", "ab", "</w>", " ", "  ", "☂"])
 _CONTENTS = st.sampled_from(["", " ", "a", "ab", "▁", "xyz"])
 _REGEXES = st.sampled_from(["a+", "^a", "a$", " (?=a)"]).map(Regex)
@@ -185,6 +189,7 @@ _PIECES = st.one_of(
     st.text(CHARACTERS, min_size=1, max_size=5).map(
         lambda text: [VOCABULARY[f"<0x{byte:02X}>"] for byte in text.encode()]
     ),
+    st.lists(st.sampled_from(BYTE_LEVEL), min_size=1, max_size=12),
 )
 
 

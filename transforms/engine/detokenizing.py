@@ -244,8 +244,10 @@ class _ByteLevel(_Step):
         return ()
 
     def end(self) -> Sequence[str]:
-        if self._left:
-            return (REPLACEMENT,)
+        # Python holds back half of a surrogate, too, which stands for two characters.
+        text = self._left.decode(errors="replace")
+        if text:
+            return (text,)
         return ()
 
     @property

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from weft.transforms.server.refusals import Refusal
 
-_PLACE = re.compile(r"(\[(?P<address>[^\[\]]+)\]|(?P<name>[^:\[\]/@]*))(:[0-9]*)?")
+_PLACE = re.compile(r"(\[(?P<address>[^\[\]]+)\]|(?P<name>[a-z0-9._-]*))(:[0-9]*)?")
 
 
 def refuse_browsers(headers: Mapping[str, str], is_local: bool) -> None:
