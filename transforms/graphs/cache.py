@@ -178,6 +178,7 @@ class Cache:
         self.fast_paths = FastPaths(
             self.graphable.roles, self.graphable.name, self.graphable.ladder is not None
         )
+        # Once the memory was full, further attempts would only make each call slower.
         self.exhausted = ""
         self.frozen = False
         self.captures = 0
@@ -202,6 +203,7 @@ class Cache:
         """The plan for a call with this key before dispatch, or the reason why the function itself
         runs; and whether later calls will find it. Captures a graph if there is none."""
         # A weak reference is dead once the plan's entry was evicted.
+        # The lookup by the unpadded key comes first, because dispatch and the padded key cost more.
         if (cached := self._plans.get(signature)) is not None:
             answer = cached if isinstance(cached, Eager) else cached()
             if isinstance(answer, Eager) or (answer is not None and answer.reads_the_same()):
@@ -215,6 +217,8 @@ class Cache:
                 self._make_room_for_a_signature()
                 self._plans[signature] = eager
             return eager, may_capture()
+        # Comparing hundreds of parameters' keys takes longer than a small replay; after this, equal
+        # keys are the same object, and `==` stops at identity.
         call.take_reference_key(self.entries[key].references)
         plan = self.make_plan(self.entries[key].graph, call, decision)
         if may_capture():
@@ -263,6 +267,7 @@ class Cache:
                 return None
             return entry.graph
         # `holds` is quick and strict; `change` then accepts equal plain values.
+        # An equal number in a new object fails the quick test by identity.
         if not (change := entry.graph.outside.change()):
             return entry.graph
         if self.frozen:
@@ -275,6 +280,8 @@ class Cache:
 
     def _captured_classes(self, call: Call, ladder: Ladder[Any]) -> Ladder[Any]:
         """The part of the ladder whose classes have a graph for calls like this one."""
+        # Graphs of other dtypes or parameters do not answer this call, so a captured class of the
+        # ladder is not enough: its key must exist.
         full = [d for d in ladder.full if key_of(call, "full", d) in self.entries]
         return Ladder(
             full, [d for d in ladder.piecewise if key_of(call, "piecewise", d) in self.entries]
@@ -299,6 +306,7 @@ class Cache:
         key = self.key(call, decision, signature)
         if self.find(key) is not None:
             return decision, key
+        # A full memory is found out by trying: what a capture needs is not known before.
         if not (why := self.blocked_reason()):
             try:
                 self.capture(call, decision, key)
@@ -379,6 +387,7 @@ class Cache:
         """Every class of the ladder, largest first; without a ladder, this call's own decision."""
         if self.graphable.ladder is None:
             return [self.decide(call)]
+        # Only for its checks: a call that does not fit the ladder is refused before any capture.
         self.descriptor(call)
         pairs = [
             *(("full", d) for d in self.graphable.ladder.full),
@@ -406,6 +415,7 @@ class Cache:
             decision = self._decide_among_captured(call, why)
             missing = False
         if decision.mode == "none":
+            # `explain` asks in the same order as a call, or it would name another reason.
             return Explanation(decision, False, f"runs eagerly: {decision.reason}")
         if not missing:
             return Explanation(decision, True, f"replays: {decision.reason}")
@@ -441,6 +451,7 @@ class Cache:
             title = name
         else:
             title = f"{name} for '{decision.descriptor}'"
+        # Before the capture: `assert_max_captures` must prevent it, not report it.
         count_capture(title, lambda: attrs.astuple(find_miss()))
         if config.explain_cache_misses and self.entries:
             _LOG.warning("%s: no graph for this call: %s", name, find_miss())
@@ -450,6 +461,8 @@ class Cache:
             split_at = frozenset[str]()
         # `verify` compares a differing run, operator by operator, with the recorded one.
         if self.graphable.verify:
+            # Without `verify` no operator is noted, since the note of every operator would take
+            # memory for the life of the graph.
             writer = functools.partial(writer_of, split_at=split_at)
         else:
             writer = None
@@ -461,12 +474,14 @@ class Cache:
                 "captured %s, %s: %.3f s, %.2f MiB", title, decision.mode, graph.seconds, size
             )
         self.captures += 1
+        # After the capture has succeeded, so that a refused one evicts nothing.
         self._insert(key, graph)
         self._recaptures.note(key, call.leaf_names, self.count.replays, self._outside_change)
         self._outside_change = ""
         return graph
 
     def _insert(self, key: Key, graph: Graph) -> None:
+        # A new graph counts as just used, or the first eviction would take it.
         graph.last_use = self.count.replays
         # An entry whose outside has changed would only hold memory.
         self.entries = {
@@ -490,6 +505,8 @@ class Cache:
         """Stop capturing because the memory is full, warn, and return the reason. Called in the
         handler of the error, which is raised again if other ranks wait for this one."""
         if others_wait():
+            # The other ranks stand in the collective that this rank's capture would have taken part
+            # in: only an error, which ends them by name, prevents a hang.
             raise
         if decision.descriptor is None:
             title = "a call"

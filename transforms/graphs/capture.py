@@ -42,6 +42,8 @@ from weft.trees import (
 )
 
 # The size in bytes up to which a donated tensor is saved while a capture runs on padding.
+# 64 MiB: states of tests and notebooks are saved, and caches of engines, which take most of a
+# device, are not (there is no room for a copy).
 SAVED_BYTES = 2**26
 
 
@@ -145,6 +147,7 @@ def prepare(
         if descriptor is None:
             example = call.copied
         else:
+            # Padding alone, so that a capture for a class changes no row of the caller's state.
             example = inert(call.copied, descriptor)
         leaves, tree = tree_flatten(example)
         buffers = tuple(
@@ -168,11 +171,14 @@ def prepare(
 
     def run() -> Outputs:
         state.changed = True
+        # The next run's aliases are made before this run, which may change what autograd says of
+        # the originals.
         current_aliases, aliases[:] = [*aliases], _aliases(originals, likes, grad)
         arguments.extend(weakref.ref(x) for x in current_aliases if isinstance(x, Tensor))
         references = tree_unflatten(current_aliases[:count], call.reference_tree)
         copied = tree_unflatten(current_aliases[count:], tree)
         containers = containers_in(references | copied)
+        # The run's own changes of Python state are found by comparing it with the state noted here.
         in_python.begin_run()
         with torch.set_grad_enabled(grad), constant(kept), _unchanged_switches(graphable.name):
             result = invoke(
@@ -190,12 +196,16 @@ def prepare(
             raise CaptureError(
                 f"graphify({graphable.name})", problem, "return a new one with the new values"
             )
+        # New objects: the function may have marked the aliases that it was called with
+        # (`requires_grad_()`, donation), and they are not written through.
         targets = tree_unflatten(_plain_aliases(call.reference_leaves), call.reference_tree)
         donated = [targets[n] for n in graphable.roles.donated if n in targets]
         return make_outputs(result, donated, call.reference_leaves)
 
     @contextmanager
     def restored(audit: Audit) -> Iterator[None]:
+        # Without gradients: restoring a parameter's value is a write in place, which autograd
+        # refuses.
         with torch.no_grad(), state.restored():
             # Also after an error: a refused capture must leave no trace.
             try:
@@ -224,6 +234,8 @@ def prepare(
 def _unchanged_switches(name: str) -> Iterator[None]:
     """Context of a run: puts torch's settings back afterwards, and refuses a run that left one
     changed."""
+    # Even if the run is refused, the settings must be as before: the caller goes on after the
+    # error.
     put_back = switches_put_back()
     changed = list[str]()
     try:
@@ -247,6 +259,7 @@ def _unwritten(
 ) -> list[Tensor]:
     """The leaves by reference that the function cannot write. The audit refuses writes to them,
     except by collectives. A leaf that shares memory with a donated one can be written."""
+    # A collective writes its argument, also where the function only reads the result.
     if graphable.collectives:
         return []
     storages = Storages(donated)
@@ -293,6 +306,7 @@ def capture(
     """
     start = time.perf_counter()
     input_buffers = backend.input_buffers
+    # The pool is shared by all graphs, so a graph is charged only with what it adds.
     before = backend.input_buffers.nbytes
     with backend.allocating():
         prepared = prepare(graphable, call, descriptor, input_buffers)
@@ -305,6 +319,7 @@ def capture(
     def watched() -> Outputs:
         assert watch is not None
         # A back end may run the function more than once; the last run is the recorded one.
+        # A new watch for each run, and the last one wins.
         watches[:] = [watch(prepared)]
         with watches[0]:
             return prepared.run()
@@ -316,6 +331,7 @@ def capture(
             recording: Any = backend.capture(
                 prepared.run if watch is None else watched, audit, split_at
             )
+            # They would keep the caller's tensors alive for as long as the graph.
             prepared.aliases.clear()
             external = tuple(
                 x for x in audit.external.values() if x.is_floating_point() or x.is_complex()
@@ -334,6 +350,8 @@ def capture(
     if not _autograd_records(external):
         refuse_requiring_grad(audit.call, recording.outputs, call, prepared.buffers)
     if split_at and descriptor is None and recording.num_pieces == 1:
+        # Without a ladder only: one piece means that the function never calls an operator of
+        # `split_at`, which is a misspelt name more often than an intention.
         called = sorted(audit.called)
         shown = ", ".join(called[:10]) + (", ..." if len(called) > 10 else "")
         problem = f"no call of {', '.join(sorted(split_at))}, which split_at names"
@@ -372,6 +390,7 @@ def capture(
         buffer_bytes=input_buffers.nbytes - before,
         operators=audit.launches,
         seconds=time.perf_counter() - start,
+        # The watch of the last run, which is the recorded one.
         watch=next(iter(watches), None),
     )
 
@@ -381,6 +400,7 @@ def _with_padding_note(name: str, descriptor: Any) -> Iterator[None]:
     """Add to an error raised by the function itself a note that it ran on padded arguments."""
     try:
         yield
+    # Errors of weft already name the class of the batch.
     except Exception as error:
         if descriptor is not None and not isinstance(error, WeftError):
             error.add_note(
@@ -415,6 +435,7 @@ class SavedTensors:
 
     def rewind(self) -> None:
         """Restore the tensors, if the function ran since they were saved or restored."""
+        # A copy of a large state is expensive, and often no run has happened since the last one.
         if self.changed:
             self.changed = False
             for tensor, old in zip(self.tensors, self._saved, strict=True):
@@ -466,11 +487,14 @@ def _alias(leaf: Any, like: _Like, grad: bool) -> Any:
     requires_grad = like.requires_grad and not grad
     alias = leaf.data
     if type(like.leaf) is nn.Parameter:
+        # A function may ask `isinstance(x, Parameter)`.
         alias = nn.Parameter(alias, requires_grad)
     elif requires_grad:
         alias.requires_grad_()
         if like.is_result:
             with torch.enable_grad():
+                # The result of an operator is not a leaf: `x.is_leaf` and `x.grad` behave as for
+                # the caller's.
                 alias = alias.view_as(alias)
     attributes = vars(like.leaf).items()
     vars(alias).update(
@@ -489,6 +513,7 @@ def _without_owning(outputs: Outputs, storages: Set[int]) -> Outputs:
             and leaf.layout is torch.strided
             and storage_id(leaf) in storages
         )
+        # An empty storage holds no memory that could be freed.
         if is_view and leaf.untyped_storage().nbytes():
             return unowned(leaf)
         return leaf

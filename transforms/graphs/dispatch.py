@@ -67,11 +67,16 @@ def dispatch(descriptor: D, ladder: Ladder[D] | Sequence[D]) -> Decision[D]:
     """
     if not hasattr(descriptor, "covers") or not isinstance(ladder, Iterable):
         raise _wrong_arguments(descriptor, ladder)
+    # Modes in the order of preference: a whole graph costs one launch, pieces cost several.
     ladder = as_ladder(ladder)
     for mode, classes in (("full", ladder.full), ("piecewise", ladder.piecewise)):
         covering = [d for d in classes if d.covers(descriptor)]
         least = [
-            d for d in covering if not any(d != other and d.covers(other) for other in covering)
+            # Quadratic in the classes that cover, of which there are a few dozen; a plan is kept
+            # for each signature, so a batch is dispatched once.
+            d
+            for d in covering
+            if not any(d != other and d.covers(other) for other in covering)
         ]
         if covering and not least:
             raise _not_an_order(descriptor, covering)
@@ -97,6 +102,7 @@ def dispatch(descriptor: D, ladder: Ladder[D] | Sequence[D]) -> Decision[D]:
 
 def _wrong_arguments(descriptor: Any, ladder: Any) -> DescriptorError:
     """The error for arguments that are not a descriptor and a ladder."""
+    # The two arguments in the other order is the mistake that is made most.
     if hasattr(ladder, "covers"):
         return DescriptorError(
             f"dispatch(..., '{ladder}')",
@@ -127,6 +133,7 @@ def excess(larger: Any, smaller: Any) -> dict[str, int]:
     >>> excess(B(8, 4), B.uniform(3))
     {'num_tokens': 5, 'num_reqs': 1, 'query_len': 0, 'num_active_loras': 0}
     """
+    # Not part of the protocol `Descriptor`: most classes have sizes that are plain arguments.
     if (method := getattr(larger, "excess", None)) is not None:
         return dict(method(smaller))
     pairs = [(name, getattr(larger, name), size) for name, size in arguments_of(smaller).items()]
@@ -135,6 +142,7 @@ def excess(larger: Any, smaller: Any) -> dict[str, int]:
 
 def padding_text(padding: Sequence[tuple[str, int]]) -> str:
     """The padding in words, as `3 tokens, 1 req`; empty if there is none."""
+    # `num_tokens` reads as "3 tokens".
     names = [(name.removeprefix("num_").replace("_", " "), more) for name, more in padding]
     return ", ".join(
         f"{more} {name.removesuffix('s') if more == 1 else name}" for name, more in names
@@ -223,9 +231,11 @@ class DispatchTable(Tabled):
         else:
             names = None
         rows(ax, (sizes, colours, ""), (more, _PADDING, ""), names=names)
+        # With more bars than fit, their names would overlap.
         if names is None:
             ax.set_ylabel("batches, in their order")
         wasted = sum(more) / max(sum(sizes) + sum(more), 1)
+        # `rows` chooses the scale by the range of the bars; a reader must be told which.
         scale = " (logarithmic)" * (ax.get_xscale() == "log")
         ax.set(
             xlabel=name.removeprefix("num_") + scale,

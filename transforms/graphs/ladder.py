@@ -16,6 +16,7 @@ from weft.errors import DescriptorError, LoweredModeWarning
 
 D = TypeVar("D", bound=Descriptor)
 
+# From the least that attention must be able to do to the best default.
 MODES = ("none", "piecewise", "full_decode_only", "full", "full_and_piecewise")
 # The next lower mode of each; a mode that is missing here is lowered to `none`.
 _LOWER = {
@@ -54,6 +55,7 @@ class Limits:
     def __attrs_post_init__(self) -> None:
         for name in ("max_num_reqs", "max_num_tokens"):
             value = getattr(self, name)
+            # `is_int` refuses a bool, which Python takes for a number.
             if not is_int(value, 1):
                 call = f"weft.Limits({self.max_num_reqs!r}, {self.max_num_tokens!r})"
                 raise DescriptorError(
@@ -132,6 +134,8 @@ class Ladder(Tabled, Generic[D]):
 def _volume(descriptor: Any, names: Iterable[str]) -> tuple[int, ...]:
     """The sort key of a product's classes: their volume, then their sizes in order."""
     sizes = [getattr(descriptor, name) for name in names]
+    # The sizes too, so that the order is the same in each process, whatever the order of the
+    # arguments.
     return (math.prod(sizes), *sizes)
 
 
@@ -154,6 +158,7 @@ def _values(value: Any) -> tuple[Any, ...]:
 def _make(kind: Callable[..., D], sizes: Mapping[str, int]) -> D:
     try:
         return kind(**sizes)
+    # A class of the user may refuse a combination by any error.
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
         instead = "sizes that all go together, or a list of the descriptors"
@@ -205,6 +210,7 @@ def _kinds(mode: str, classes: Sequence[Any]) -> Iterator[tuple[str, str, str]]:
     """Yield (mode, kind, sizes in increasing order) for each kind of classes; classes that are not
     `BatchDescriptor` appear as they print."""
     groups: dict[tuple[str, str], list[Any]] = {}
+    # The ladder has the largest first; a reader counts upwards.
     for descriptor in reversed(classes):
         groups.setdefault(_kind(descriptor), []).append(descriptor)
     for (kind, unit), group in groups.items():
@@ -251,6 +257,7 @@ def rungs(limit: int) -> tuple[int, ...]:
     size = 8
     while size < limit:
         sizes.append(size)
+        # An eighth of the largest power of two that is not greater.
         size += max(8, 1 << size.bit_length() - 4)
     if limit > 0:
         return (*(s for s in sizes if s < limit), limit)
@@ -269,6 +276,7 @@ def token_rungs(limit: int) -> tuple[int, ...]:
     size = 1
     while size < limit:
         sizes.append(size)
+        # A fourth of the largest power of two that is not greater.
         size += size if size < 128 else 1 << size.bit_length() - 3
     if limit > 0:
         return (*sizes, limit)
@@ -342,6 +350,8 @@ def make_ladder(
         uniform = []
     else:
         uniform = _uniform(limits, sizes)
+    # More tokens than a full decode batch has are a prefill, which is long enough to hide its
+    # launches.
     most = min(limits.max_num_reqs * max(limits.query_lens), limits.max_num_tokens)
     if mode == "full":
         mixed = _ragged(limits, most, sizes)
@@ -397,6 +407,7 @@ def mode_within(
     }
     able = [one for one in MODES if _includes(capability, needs[one])]
     lowered = mode
+    # Ends, because `none` needs nothing and every chain of `_LOWER` ends there.
     while lowered not in able:
         lowered = _LOWER.get(lowered, "none")
     if lowered == mode:
@@ -443,6 +454,8 @@ def _ragged(limits: Limits, most: int, sizes: Sequence[int] | None) -> list[Batc
     rungs = token_rungs(limits.max_num_tokens) if sizes is None else sizes
     most = next(t for t in rungs if t >= most) if sizes is None else most
     return [
+        # A batch of t tokens has at most t requests; one class for all numbers of requests up to
+        # that.
         BatchDescriptor(t, min(t, limits.max_num_reqs), None, loras)
         for t in rungs
         for loras in limits.active_loras

@@ -24,6 +24,7 @@ from weft.transforms.graphs.options import Graphable
 from weft.trees import leaf_axes
 
 # The number of classes of each mode that an estimate captures.
+# Each sample costs a capture, and the memory of a class is nearly linear in its size.
 _SAMPLES = 5
 
 
@@ -111,6 +112,8 @@ def analysis_of(graphs: Iterable[Graph]) -> MemoryAnalysis:
 def _buffers_held(graphs: Iterable[Graph]) -> int:
     """The bytes of the graphs' buffers and padding sources; a shared block counts once, in full."""
     tensors = [x for g in graphs for x in (*g.buffers, *g.padding_sources) if isinstance(x, Tensor)]
+    # Buffers of small classes are views into those of larger ones: by storage, each byte counts
+    # once.
     sizes = {storage_id(x): _bytes_held(x) for x in tensors}
     return sum(sizes.values())
 
@@ -119,6 +122,7 @@ def _bytes_held(buffer: Tensor) -> int:
     storage_bytes = buffer.untyped_storage().nbytes()
     if buffer.is_contiguous():
         return storage_bytes
+    # A strided buffer may be a view into a tensor that is not the graph's.
     return min(storage_bytes, buffer.nbytes)
 
 
@@ -144,6 +148,7 @@ def estimate(
     kept: list[
         Graph
     ] = []  # alive until the end, so that each shares the pool with earlier ones, as in the ladder
+    # Modes in the order of the ladder, since the first capture of the whole pays for the pool.
     for mode in dict.fromkeys(rung.mode for rung in rungs):
         group = [rung for rung in rungs if rung.mode == mode]
         graphs = {
@@ -155,6 +160,7 @@ def estimate(
         # Without the first class, which pays for the shared pool.
         points = [(sizes[i], graph.recording.nbytes) for i, graph in graphs.items() if i > 0]
         for i, size in enumerate(sizes):
+            # A class that was captured counts as measured.
             graph_bytes += graphs[i].recording.nbytes if i in graphs else interpolate(points, size)
         driver_bytes += (
             sum(g.recording.driver_bytes for g in graphs.values()) * len(group) // len(graphs)
@@ -187,12 +193,14 @@ def interpolate(points: Sequence[tuple[int, int]], size: int) -> int:
     (20, 40)
     """
     points = sorted(points)
+    # Values are not negative, so 0 finds the first point of an equal size.
     index = bisect_left(points, (size, 0))
     if index == 0:
         return points[0][1]
     if index == len(points):
         return points[-1][1]
     (x0, y0), (x1, y1) = points[index - 1 : index + 1]
+    # Rounded up in whole numbers: floats are not exact beyond 2**53.
     return y0 + -(-(y1 - y0) * (size - x0) // (x1 - x0))
 
 
@@ -209,6 +217,7 @@ def buffer_bytes(call: Call, descriptors: Iterable[Any]) -> int:
     total = 0
     for descriptor in descriptors:
         for index, (size, has_padding_source, dense) in enumerate(_padded(call, descriptor)):
+            # A buffer and its padding source lie in blocks of their own, which grow separately.
             for padding_source in (False, True)[: 1 + has_padding_source]:
                 if not dense or size > blocks.get((index, padding_source), 0):
                     blocks[index, padding_source] = size
@@ -230,6 +239,7 @@ def _padded(call: Call, descriptor: Any) -> Iterator[tuple[int, bool, bool]]:
             has_padding_source = (
                 padded
                 and spec is not None
+                # Padding that repeats the last entry depends on the batch, so it has no source.
                 and not isinstance(spec.pad, str)
                 and size <= PADDING_SOURCE_BYTES
             )

@@ -44,6 +44,7 @@ from weft.torchapi.private import GLOBAL_HOOKS, MODULE_HOOKS, innermost_storage_
 from weft.value_keys import value_key
 
 # Packages whose functions are not searched for the names that they read.
+# Their globals are thousands of names that users do not rebind.
 _FOREIGN = ("torch", "numpy", "weft", "functools", "contextlib", "builtins")
 _cell_contents = attrgetter("cell_contents")
 _shape, _dtype = attrgetter("shape"), attrgetter("dtype")
@@ -98,6 +99,9 @@ class _Bindings:
             value = self.get(*place)
             if not _is_equal(value, self.values[index]):
                 return f"{label} is another object than at the capture"
+            # Small ints are one object, but floats and long strings are new objects at each
+            # assignment: without this line, the slow comparison would run at every call from now
+            # on.
             self.values[index] = value
         return ""
 
@@ -124,11 +128,13 @@ class Outside:
         without_gradient: Sequence[Tensor] = (),
         with_mode_in_key: Sequence[nn.Module] = (),
     ) -> None:
+        # Sparse and meta tensors have no address to compare.
         self._tensors = tuple(x for x in external if x.layout is torch.strided and not x.is_meta)
         self._addresses = tuple(map(Tensor.data_ptr, self._tensors))
         names = _Names(set(map(id, with_mode_in_key)))
         names.read_all(fn)
         storages = {storage_id(x) for x in external}
+        # After all names: which parameters count depends on the storages that the graph reads.
         names.read_modules(storages)
         named = (names.entries, names.cells, names.of_classes)
         self.named = tuple(value for bindings in named for value in bindings.values)
@@ -147,8 +153,10 @@ class Outside:
             names.slots,
             gradients,
         ]
+        # Not on a GPU, where the host is on the critical path of a decode step.
         self._kinds = names.kinds if thorough else _Bindings(type)
         self._registries = names.registries
+        # A copy: the registry itself changes with what is put in it.
         self._entries = [list(_values_in(registry)) for _, registry in self._registries]
         self._empty = names.empty
         self._dicts = names.dicts
@@ -181,6 +189,8 @@ class Outside:
         pairs = zip(_OF_FUNCTIONS, self._parts, strict=True)
         parts += [(bool(self._functions), _same(part, self._functions, now)) for part, now in pairs]
         needed = [holds for is_needed, holds in parts if is_needed]
+        # A function with a single kind of outside, such as tensors, is the usual one; one call
+        # less.
         if len(needed) < 2:
             if needed:
                 return needed[0]
@@ -252,12 +262,16 @@ class Outside:
         """The first function or module that was added where there was none, in words. Anything else
         that was added is no change, and belongs to the noted state from now on."""
         for label, container in self._empty:
+            # A hook or a callback may have been added. Numbers and strings in a list that was empty
+            # are results that the function collects for its caller, which no graph reads.
             if any(map(_may_be_called, _values_in(container))):
                 return f"{label} was empty at the capture and is not"
         for (label, bindings), names in zip(self._dicts, self._names, strict=True):
+            # A new attribute that is a function may hide a method of the class.
             for name in bindings.keys() - set(names):
                 if _is_function(bindings[name]):
                     return f"{_joined(label, name)} was not there at the capture"
+        # The comparison must pass from now on, or it would take the slow path at each call.
         if any(container for _, container in self._empty):
             self._empty = [(label, container) for label, container in self._empty if not container]
             self.holds = self._comparison()
@@ -266,6 +280,8 @@ class Outside:
 
     def has_changed(self) -> bool:
         """Whether something has changed since the capture."""
+        # The quick comparison first; `change` alone decides, since an equal value in a new object
+        # is none.
         return self.holds is not None and not self.holds() and bool(self.change())
 
 
@@ -291,6 +307,7 @@ class PythonState:
         self._registered = {
             id(root) for root in self._roots.values() if isinstance(root, nn.Module)
         }
+        # `_first` to restore after a refusal, `_last` to find what one run changed.
         self._first = self._last = self._snapshot()
 
     def _snapshot(self) -> Snapshot:
@@ -308,6 +325,7 @@ class PythonState:
     def change(self) -> Change | None:
         """The first value other than a tensor that has changed since the last run began."""
         for change in self._last.changes():
+            # Tensors are the audit's subject, which names the line that made them.
             if not isinstance(change.before, Tensor) and not isinstance(change.after, Tensor):
                 return change
         return None
@@ -342,6 +360,7 @@ def _is_equal(value: Any, captured: Any) -> bool:
     return (
         type(value) is type(captured)
         and isinstance(value, _PLAIN)
+        # `value_key` tells 1 from True, and -0.0 from 0.0.
         and value_key(value) == value_key(captured)
     )
 
@@ -355,6 +374,7 @@ def _same(
 
 def _is_function(value: Any) -> bool:
     """Whether a value is a function, a module or another callable, but not a class or a tensor."""
+    # A class is compared by name where it is read.
     return callable(value) and not isinstance(value, type | Tensor)
 
 
@@ -390,6 +410,7 @@ class _Place:
 def _item(container: Any, index: int) -> Any:
     """The item of a list at an index; None past its end."""
     try:
+        # A list may be shorter than at the capture.
         return container[index]
     except IndexError:
         return None
@@ -451,6 +472,7 @@ class _Names:
     def _unread(self, kind: type) -> Set[str]:
         """The attributes of a class that functions ask for and that have not been read yet."""
         if _is_foreign_class(kind):
+            # Methods of torch's classes are taken as fixed, but for a patched `forward`.
             asked_for = {"forward"}
         else:
             asked_for = self._asked_for
@@ -463,6 +485,7 @@ class _Names:
         read."""
         if id(value) in self._visited or isinstance(value, type):
             return
+        # Before its parts are read, since objects refer to each other in circles.
         self._visited.add(id(value))
         if isinstance(value, nn.Module):
             self._read_module(value, label)
@@ -473,6 +496,7 @@ class _Names:
             for bound in (*value.args, *value.keywords.values()):
                 self._read_value(label or "an argument of functools.partial", bound)
         elif isinstance(value, types.MethodType):
+            # The method may be rebound on the object, or overridden in its class.
             self._note_object(label or type(value.__self__).__name__, value.__self__)
             if isinstance(value.__self__, type):
                 self._classes.setdefault(value.__self__, set())
@@ -505,6 +529,7 @@ class _Names:
             self.read(value, label)
 
     def _read_module(self, module: nn.Module, label: str) -> None:
+        # Global hooks run for each module, so they matter once there is one.
         if not self._modules:
             for name, hooks in GLOBAL_HOOKS.items():
                 self._read_part(name, hooks, None)
@@ -583,6 +608,7 @@ class _Names:
 
     def _note_way(self, way: Iterable["_Place"]) -> None:
         """Note the places on the way to a value, each once."""
+        # Two tensors in one list share the way to the list.
         for place in way:
             if (id(place.owner), place.key) not in self._noted:
                 self._noted.add((id(place.owner), place.key))
@@ -596,6 +622,8 @@ class _Names:
             if name in vars(base):
                 value = vars(base)[name]
                 if _is_method(value):  # a subclass that comes earlier in the MRO may override it
+                    # A comparison of each class up to the one that defines the method, as Python
+                    # looks it up.
                     for one in bases[: depth + 1]:
                         self.of_classes.note(f"{one.__qualname__}.{name}", vars(one), name)
                 if not _is_foreign_class(base):

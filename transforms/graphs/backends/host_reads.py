@@ -31,6 +31,7 @@ READS = {
     *("item", "tolist", "numpy", "__array__", "__dlpack__", "__repr__", "__format__"),
     *("__bool__", "__int__", "__float__", "__complex__", "__index__"),
 }
+# They give access to the tensor's memory, not a copy of its value now.
 _SHARED = {"numpy", "__array__", "__dlpack__"}
 _SHOWN = {"__repr__", "__format__"}
 _RUN_PYTHON = {torch.Tensor.apply_, torch.Tensor.map_, torch.Tensor.map2_}
@@ -50,7 +51,9 @@ _ALLOCATE = {
     "new_empty",
     "new_empty_strided",
 }
+# The functions whose kernel torch chooses by settings that a key must then hold.
 _ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward"}
+# Packages whose lines tell a user nothing: the error names the innermost line of other code.
 _SKIPPED = ("torch", "functools", "contextlib", "pickle", "copyreg", "weft")
 
 
@@ -102,6 +105,7 @@ class HostReads(FunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        # `x.grad`, `x.data` and the like arrive as the getter of a property, without a name.
         if name == "__get__":
             return self._read_attribute(func, args)
         if fault_and_remedy := _fault(func, name, args, kwargs, self.constants):
@@ -129,12 +133,15 @@ class HostReads(FunctionMode):
             self.fills = func is torch.Tensor.__setitem__ and not isinstance(args[2], Tensor)
             result = func(*args, **kwargs)
         except NotImplementedError as error:
+            # An operator that the user has not implemented for a device raises the same class of
+            # error.
             if not is_higher_order(func) or "HigherOrderOperator" not in str(error):
                 raise
             raise self.refuse(*_branching_fault(str(func))) from None
         finally:
             self.fills = False
         if name in _ALLOCATE and isinstance(result, Tensor):
+            # A function may leave memory unwritten that it asked for itself; elsewhere that is refused.
             self.asked_for.add(innermost_storage_id(result))
         if func in _NEW_TENSORS and not _any_tensor(args, kwargs) and result.is_cpu:
             self.constants.add(innermost_storage_id(result))  # as_tensor calls no operator
@@ -214,6 +221,7 @@ def _fault(
             "an index that is a list of tensors reads them on the host",
             f"x[torch.stack([i, j])]; or {REMEDY}",
         )
+    # Lengths that are made from Python numbers are the same at each call.
     if name in _PACKED and not constants.read(innermost_storage_id(args[1])):
         return (
             f"{name} reads the lengths of sequences on the host",
@@ -268,6 +276,7 @@ def refusal(
     if error is None:
         frames = _running()
     else:
+        # The innermost frame of the error is the line that the user wants to see.
         frames = [*_raised_in(error), *_running()]
     remedy = next(filter(None, map(_known_remedy, frames)), instead)
     return CaptureError(call, f"{fault}\n       at {_line_of(frames)}", remedy)
@@ -307,6 +316,7 @@ class Refusals:
                 and error is not first
                 and (error is None or isinstance(error, Exception))
             ):
+                # A function that catches the refusal and goes on would be captured half.
                 raise first from error
         finally:
             # An error holds its frames. If a frame held the error too, the cycle would live until
@@ -337,6 +347,7 @@ def _raised_in(error: BaseException) -> list[Frame]:
 def _line_of(frames: Iterable[Frame]) -> str:
     for frame, line in frames:
         if frame.f_globals.get("__name__", "").split(".")[0] not in _SKIPPED:
+            # `linecache` also has the cells of notebooks.
             text = linecache.getline(frame.f_code.co_filename, line).strip()
             return f"{frame.f_code.co_filename}:{line}: {text}"
     return "an unknown line"
@@ -346,11 +357,13 @@ def _known_remedy(at: Frame) -> str:
     """The remedy for a host read in code of torch.nn or transformers that a setting avoids; else
     empty."""
     frame, _ = at
+    # Torch compares the mask with a causal one on the host, unless it is told.
     if frame.f_code.co_name == "_detect_is_causal_mask":
         return (
             "is_causal=True or False with the mask (tgt_is_causal=... in a decoder), so that torch"
             " need not compare it"
         )
+    # transformers' mixture-of-experts modules, whose class names all have this word.
     if "Experts" not in type(module := frame.f_locals.get("self")).__name__:
         return ""
     if (

@@ -90,6 +90,8 @@ class Roles:
         """The parts of the modules whose training mode is part of the key of a call with these
         static arguments."""
         roots = [x for x in (self.module, *tree_leaves(dict(statics))) if isinstance(x, nn.Module)]
+        # Two modules may share a part, and its mode is one fact: without the dict the key would be
+        # longer, and as many comparisons slower at each call.
         return tuple(dict.fromkeys(part for root in roots for part in root.modules()))
 
 
@@ -107,6 +109,8 @@ class Call:
     statics: dict[str, Any]
     references: dict[str, Any]
     copied: dict[str, Any]
+    # The leaves are kept beside the trees because every later step (keys, copies, guards) walks the
+    # leaves, and flattening a tree of parameters takes most of a call's time.
     reference_leaves: list[Any]
     reference_tree: TreeSpec
     copied_leaves: list[Any]
@@ -184,6 +188,8 @@ def make_call(
         else tree_flatten(references)
     )
     copied_leaves, copied_tree = tree_flatten(copied)
+    # Leaves that an earlier call with the same addresses has checked are skipped: a model has
+    # hundreds of parameters, and a decode step would check them all.
     first = 0 if cached_references is None else len(leaves)
     new = (*leaves, *copied_leaves)[first:]
     for index, leaf in enumerate(new, first):
@@ -191,6 +197,7 @@ def make_call(
             refuse_donated(leaf, call=f"{name}(...)")
         except DonatedError as error:
             path = _leaf_names({**references, **copied})[index]
+            # The path is made only now: naming all leaves costs far more than checking them.
             raise DonatedError(error.call, f"{path}, {error.problem}", error.instead) from None
     for leaf in new:
         refuse_stale(leaf, call=f"{name}(...)")
@@ -226,6 +233,8 @@ def _bind(
         bound.signature is roles.own_signature
     ):  # a decorator may have other defaults than the function that it wraps
         bound.apply_defaults()
+    # A default that is a function or an object cannot be hashed by value; as nobody passed it, the
+    # function's own default stands in for it at the capture and at each replay.
     values = {key: x for key, x in bound.arguments.items() if key in passed or _is_value(x)}
     statics = {key: values.pop(key) for key in roles.static if key in values}
     references = {key: values.pop(key) for key in roles.by_reference if key in values}
@@ -247,6 +256,7 @@ def bind(
         return roles.signature.bind(*args, **kwargs)
     except TypeError as error:
         if roles.own_signature is not roles.signature:
+            # The error to show is that of the function that the user wrote, not of its decorator.
             with suppress(TypeError):
                 return roles.own_signature.bind(*args, **kwargs)
         raise TypeError(f"{name}{roles.signature}: {error}") from None
@@ -255,6 +265,7 @@ def bind(
 def modules_keep_training(call: Call, roles: Roles) -> Callable[[], bool] | None:
     """A function that returns whether no module of the key has switched between training and
     evaluation since the call; None if there is no module."""
+    # The function's own modules live as long as the function, so they may be held strongly.
     function_modules = roles.modules({})
     training = call.training
     # Weakly: a plan must not keep the modules among its call's arguments alive.
@@ -278,6 +289,7 @@ def invoke(
     """Call `fn` with a dict of arguments by name: those in `keywords` are passed by keyword, others
     by position. As in every call of a graphified function, attention of torch.nn takes no fast
     path."""
+    # Arguments that were bound to the decorator's signature have its names.
     named = arguments.keys() <= roles.signature.parameters.keys()
     positional: list[Any] = []
     passed: dict[str, Any] = {}
@@ -306,6 +318,8 @@ def enclosing_transform() -> str | None:
     if in_dispatch_mode() or (
         torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     ):
+        # A replay inside another capture would be recorded as its kernels with this graph's
+        # addresses, and inside a trace it would be invisible: the function itself must run in both.
         return "inside another capture, or a trace"
     return None
 
@@ -322,6 +336,8 @@ def _leaf_to_inline(call: Call) -> int | None:
     grad = torch.is_grad_enabled()
     for index, leaf in enumerate(call.new_leaves()):
         if isinstance(leaf, Tensor) and (
+            # Sparse and nested tensors get new storages at each call, so there is no address to
+            # capture.
             (grad and leaf.requires_grad) or leaf.layout != torch.strided or leaf.is_nested
         ):
             return index
@@ -345,6 +361,7 @@ def inline_reason(call: Call) -> str | None:
 def _ambient() -> tuple[tuple[str, Any], ...]:
     """The surroundings that a result depends on besides the arguments; a replay must run in the
     same surroundings as the capture."""
+    # A mode may answer any operator, and two of one class may hold different state.
     modes = tuple(_ByIdentity(mode) for mode in function_modes())
     hooks = tuple(_ByIdentity(hook) for hook in saved_tensors_hooks() or ())
     entries = (
@@ -398,6 +415,8 @@ def check_sizes(call: Call, descriptor: Any, name: str) -> None:
 def _repeated(call: Call) -> tuple[int, ...]:
     """For each leaf, the index of the first leaf that is the same tensor; empty if no tensor is
     passed twice."""
+    # A function may test `x is y`, or write to one of two equal arguments: its graph is right only
+    # for calls that pass the same tensors twice.
     first: dict[int, int] = {}
     leaves = (*call.reference_leaves, *call.copied_leaves)
     ids = [id(x) for x in leaves if isinstance(x, Tensor)]
@@ -410,6 +429,7 @@ def _repeated(call: Call) -> tuple[int, ...]:
 
 def signature_of(call: Call) -> Key:
     """The key before dispatch, with the batch's own class and sizes."""
+    # Unpadded shapes: the class that the call is padded to is not known before dispatch.
     copied = _tree_key(call.copied_tree, (leaf_key(x, None, False) for x in call.copied_leaves))
     statics = tuple((name, static_key(value)) for name, value in call.statics.items())
     # One flag if all modules agree, as they usually do: a short key is compared quickly.
@@ -451,6 +471,7 @@ def check_call(call: Call, name: str) -> None:
     # Otherwise an earlier call with the same arguments by reference has passed this check.
     if call.cached_references is None:
         refuse_shared(call, name)
+    # Inside inference mode, its tensors can be written in place.
     if torch.is_inference_mode_enabled():
         return
     for index, leaf in enumerate(call.reference_leaves[: call.num_donated]):
@@ -473,6 +494,8 @@ def key_of(call: Call, mode: str, descriptor: Any, signature: Key | None = None)
     signature = attrs.evolve(signature or signature_of(call), mode=mode)
     if descriptor is None:
         return signature
+    # The tree's structure holds the batch's descriptor; `map_sized` replaces it by that of the
+    # class.
     padded = map_sized(lambda value, _: value, call.copied, descriptor)
     pairs = zip(call.copied_leaves, call.copied_axes(), strict=True)
     leaves = (

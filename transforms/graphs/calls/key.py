@@ -23,6 +23,7 @@ from weft.value_keys import EXACT, by_identity, value_key
 
 # Attributes of tensors with these prefixes belong to weft and torch.compile, and say nothing about
 # the tensor.
+# Were they part of the key, donation or a compilation elsewhere would be a cache miss.
 OF_OTHERS = ("_weft", "_dynamo")
 
 
@@ -33,6 +34,8 @@ class LeafKey:
     kind: type
     shape: tuple[int, ...]
     dtype: Any
+    # The result of an operator may depend on strides (its own layout, or the kernel that is
+    # chosen).
     stride: tuple[int, ...]
     device: Any
     flags: tuple[bool, ...]
@@ -41,6 +44,8 @@ class LeafKey:
     mode."""
     address: int | None
     """The data pointer, for arguments captured by reference; None for copied ones."""
+    # Kernels choose vectorized loads by alignment, and results may differ in the last bit with
+    # them.
     offset: int = 0
     """For copied arguments, the address of the first element modulo 16 bytes."""
     attributes: tuple[tuple[str, Any], ...] = ()
@@ -71,6 +76,8 @@ class TreeKey:
         leaves: one `LeafKey` per tensor; for any other leaf its `value_key`.
     """
 
+    # `hash(1) == hash(1.0) == hash(True)`, and the three are equal: hence `keys` beside the
+    # structure.
     structure: Any
     keys: tuple[Any, ...]
     leaves: tuple[Any, ...]
@@ -111,6 +118,7 @@ class KnownReferences:
 
     tree: TreeSpec
     key: TreeKey
+    # The fast path reads `holds` of whatever it finds. References alone have no outside to compare.
     holds: None = None
 
 
@@ -123,6 +131,7 @@ class Weakly:
         self._hash = id(value)
 
     def __eq__(self, other: object) -> bool:
+        # Identity first, because a dead reference equals only itself.
         if self is other:
             return True
         value = self.reference()
@@ -139,6 +148,7 @@ def static_key(value: Any) -> Any:
     """The `value_key` of a static argument; an argument that is compared by identity is held
     weakly."""
     if is_held_weakly(value):
+        # The type, so that a weak key can never be equal to the plain key of another value.
         return (type(value), Weakly(value))
     return value_key(value)
 
@@ -147,6 +157,7 @@ def is_held_weakly(value: Any) -> bool:
     """Whether keys hold a static argument weakly: it is compared by identity, as the instance of a
     method is, and it supports weak references."""
     kind: Any = type(value)
+    # An own `__hash__` says that the object is a value; then equal ones share a graph.
     is_candidate = kind.__hash__ is object.__hash__ and kind.__weakrefoffset__ != 0
     return is_candidate and kind not in EXACT and by_identity(kind) and not isinstance(value, type)
 
@@ -172,6 +183,8 @@ def leaf_key(leaf: Any, shape: tuple[int, ...] | None, by_reference: bool) -> An
     dtype = leaf.dtype
     device = leaf.device
     flags: tuple[bool, ...] = (
+        # Conjugation and negation are lazy flags of a tensor: its memory alone does not say its
+        # value.
         leaf.is_conj(),
         leaf.is_neg(),
         leaf.requires_grad,
@@ -184,6 +197,7 @@ def leaf_key(leaf: Any, shape: tuple[int, ...] | None, by_reference: bool) -> An
         return LeafKey(
             kind, tuple(leaf.shape), dtype, leaf.stride(), device, flags, leaf.data_ptr(), 0, set_on
         )
+    # A padded leaf is copied into a contiguous buffer of the class, whatever its own layout is.
     if shape is not None:
         return LeafKey(kind, shape, dtype, (), device, flags, None, 0, set_on)
     return LeafKey(

@@ -57,6 +57,7 @@ class Outputs:
 
     def template(self) -> Template:
         """The code that makes the caller's result."""
+        # Not in `__init__`: a capture that is refused never needs the template.
         if not self._templates:
             self._templates.append(
                 write_template(self.structure, self.leaves, self.references, self.detached)
@@ -78,6 +79,7 @@ def _same_view(a: Any, b: Any) -> bool:
         and isinstance(b, Tensor)
         and (a.storage_offset(), a.shape, a.stride(), a.dtype)
         == (b.storage_offset(), b.shape, b.stride(), b.dtype)
+        # Two views of the same bytes are different values if one of them is a lazy conjugate.
         and (a.is_conj(), a.is_neg()) == (b.is_conj(), b.is_neg())
         and storage_id(a) == storage_id(b)
     )
@@ -86,6 +88,8 @@ def _same_view(a: Any, b: Any) -> bool:
 def subtrees(structure: TreeSpec, start: int = 0) -> Iterator[tuple[int, TreeSpec]]:
     """Yield (index of the first leaf, structure) for a tree and all trees in its tuples, lists and
     dicts, outermost first."""
+    # Outermost first, so that a whole state is preferred to a part of it that has the same
+    # structure.
     yield start, structure
     kind = structure.type
     if kind is namedtuple or (isinstance(kind, type) and issubclass(kind, tuple | list | dict)):
@@ -116,6 +120,8 @@ def find_next_value(result: Any, donated: Any, taken: Set[int]) -> range | None:
             continue
         pairs = list(zip(result_leaves[start : span.stop], leaves, strict=True))
         if all(_same_kind(a, b) for a, b in pairs):
+            # A function may return two trees that look like its state, such as the new and the old
+            # one. The one that shares its storage was written in place, so it is the next value.
             matches.append((sum(_same_view(a, b) for a, b in pairs), span))
     if matches:
         return max(matches, key=lambda pair: pair[0])[1]
@@ -157,6 +163,7 @@ def make_outputs(result: Any, donated: Sequence[Any], references: Sequence[Any])
             return leaf
         return leaf.clone()
 
+    # All clones come before all writes: a function may swap two leaves of its state.
     values = [outside_donated(leaf, targets.get(i)) for i, leaf in enumerate(leaves)]
     written = [_write_back(value, targets.get(i)) for i, value in enumerate(values)]
     owners = _owners(written, references)
@@ -190,7 +197,10 @@ def refuse_requiring_grad(name: str, outputs: Outputs, call: Call, buffers: Sequ
         *((x, x) for x in call.reference_leaves),
     ]
     requiring = {
-        storage_id(buffer) for buffer, x in pairs if isinstance(x, Tensor) and x.requires_grad
+        # An argument that is returned as it came, or a view of it, may go on requiring grad.
+        storage_id(buffer)
+        for buffer, x in pairs
+        if isinstance(x, Tensor) and x.requires_grad
     }
     for index, (required_grad, owner) in enumerate(
         zip(outputs.required_grad, outputs.references, strict=True)
@@ -216,6 +226,7 @@ def _path(outputs: Outputs, index: int) -> str:
 def refuse_opaque(name: str, outputs: Outputs, call: Call) -> None:
     """Raise CaptureError for a result that is neither a tensor nor an immutable value: every replay
     would return the same object, with the tensors of the capture in it."""
+    # An object that the caller passed in and gets back is the caller's own at every replay too.
     argument_ids = {
         id(x) for x in (*call.statics.values(), *call.reference_leaves, *call.copied_leaves)
     }
@@ -307,6 +318,8 @@ def lend_all(outputs: tuple[Tensor, ...]) -> list[Tensor]:
 
 def plan_cloning(outputs: Sequence[Tensor]) -> Cloner:
     """Plan to clone these outputs in few launches."""
+    # On a GPU one kernel copies all outputs at once. On a CPU, `clone_all` calls one operator for a
+    # group. Tensors of other kinds (subclasses, sparse ones) are cloned one by one.
     by_kernel: dict[Any, list[int]] = {}
     together: dict[Any, list[int]] = {}
     for i, x in enumerate(outputs):
@@ -321,6 +334,7 @@ def plan_cloning(outputs: Sequence[Tensor]) -> Cloner:
         ((*group,), plan_clones([outputs[i] for i in group])) for group in by_kernel.values()
     ]
     groups += [((*group,), clone_all) for group in together.values() if len(group) > 1]
+    # The usual case: no merging, which would cost a Python loop at each replay.
     if len(groups) == 1 and len(groups[0][0]) == len(outputs):
         return groups[0][1]
     grouped = {i for group, _ in groups for i in group}
@@ -389,6 +403,7 @@ def keep_in_place(result: R, donated: Sequence[str], call: Call) -> R:
     """In the result of an eager call, move the next value of each donated argument to the storage
     of the old value, as a replay does, so that a graph captured on that storage finds it there. A
     result that autograd recorded is returned unchanged."""
+    # Autograd has saved the new values for its backward pass; moving them would break that.
     if not donated or (
         torch.is_grad_enabled() and any(_requires_grad(leaf) for leaf in tree_leaves(result))
     ):
