@@ -217,6 +217,7 @@ def _attributes_text(attributes: Iterable[tuple[str, Any]]) -> str:
 
 def _argument_differences(new: TreeSpec, old: TreeSpec) -> Iterator[str]:
     """Yield the differences in structure between arguments, by name."""
+    # The context of the outermost structure is the names of the arguments.
     if new.context != old.context:
         yield f"arguments {', '.join(new.context)}, captured {', '.join(old.context)}"
         return
@@ -231,6 +232,8 @@ def value_text(key: Any) -> str:
         return "a tensor"
     kind, value = key[:2]
     if issubclass(kind, float):
+        # Keys hold floats as hexadecimal text, which tells -0.0 from 0.0, and finds NaN equal to
+        # itself.
         return repr(kind.fromhex(value))
     if issubclass(kind, complex):
         return str(value)
@@ -246,6 +249,7 @@ def values_text(keys: Iterable[Any]) -> str:
 
 def miss_between(new: Key, old: Key, names: Sequence[str], donated: Sequence[str]) -> Miss:
     """The difference between a call with key `new` and one with key `old`."""
+    # An iterator: with hundreds of parameters the texts that nobody reads are only counted.
     difference_texts = differences(new, old, names)
     shown = [*islice(difference_texts, _MOST_SHOWN)]
     more = sum(1 for _ in difference_texts)
@@ -262,6 +266,7 @@ def nearest_miss(
         return Miss("nothing is captured yet")
 
     def distance(old: Key) -> tuple[bool, int]:
+        # The same class first: a user who changed a dtype wants to hear of that, not of the class.
         return key.descriptor != old.descriptor, sum(1 for _ in differences(key, old, names))
 
     nearest = min(memo, key=distance)
@@ -316,6 +321,7 @@ class Recaptures:
             self._streak + 1 if changed.fields == self._fields or self._streak == 1 else 2
         )
         self._fields = changed.fields
+        # Equal to, not above: a streak warns once.
         if self._streak == ENDLESS and changed.fields not in self._warned:
             self._warned.append(changed.fields)
             warnings.warn(
@@ -358,6 +364,7 @@ class EagerCalls:
             reason = OTHER_REASONS
         is_new = reason not in self.counts
         self.counts[reason] += 1
+        # Once for each reason: a decode loop would write thousands of equal lines.
         if is_new and (config.explain_cache_misses or config.log_captures):
             _LOG.warning("%s: runs without a graph: %s", self.name, reason)
 
@@ -395,6 +402,7 @@ def outside_name(fn: Callable[..., Any], tensor: Tensor) -> str:
     `model.lm_head.weight`."""
     for name, value in _values_read_by(inspect.unwrap(fn)):
         parameters = value.named_parameters() if isinstance(value, nn.Module) else [("", value)]
+        # By identity: two parameters may be equal in value.
         if (path := next((path for path, x in parameters if x is tensor), None)) is not None:
             return f"{name}.{path}" if path else name
     return f"a tensor of shape {tuple(tensor.shape)}"
@@ -458,6 +466,7 @@ def structure_differences(new: TreeSpec, old: TreeSpec) -> Iterator[tuple[str, s
     """
     if new == old:
         return
+    # Here the two differ; below this node there is nothing to compare side by side.
     if (new.type, new.context, new.num_children) != (old.type, old.context, old.num_children):
         yield "", f"{structure_text(new):.200}", f"{structure_text(old):.200}"
         return

@@ -119,6 +119,7 @@ def _order(leaf: Any) -> _Order:
     if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided or leaf.is_nested:
         return None
     strides = leaf.stride()
+    # `sorted` is stable: dimensions of equal stride keep their order, as in torch's `clone`.
     return tuple(sorted(range(leaf.dim()), key=lambda dim: -strides[dim]))
 
 
@@ -140,6 +141,7 @@ def _leaf_in_order(x: Any, order: _Order) -> Any:
     x = x.resolve_conj().resolve_neg()
     step = 1
     for dim in reversed(order):
+        # The stride of a dimension of size 1 says nothing.
         if x.shape[dim] > 1 and x.stride(dim) != step:
             inverse = sorted(range(len(order)), key=order.__getitem__)
             return x.permute(order).contiguous().permute(inverse)
@@ -179,6 +181,7 @@ class _Underivable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, _: Tensor, call: str) -> Tensor:
         ctx.call = call
+        # A view, so that the result is no new memory, and autograd has a node to call.
         return x.view_as(x)
 
     @staticmethod
@@ -220,6 +223,7 @@ class _Loop:
         for x in _tensors(init):
             refuse_donated(x, call=self.call)
         looper = current_looper()
+        # Outside any capture.
         if looper is None:
             return self.run(init)
         unable = self._why_unable(init, looper)
@@ -255,9 +259,12 @@ class _Loop:
             taken = frozenset()
         carry = _in_order(init, orders)
         steps = 0
+        # Also right for None, which no number equals.
         while steps != self.max_steps:
             flag = self._flag(carry)
             try:
+                # Whether the host can read a condition is found out by trying: torch has no test
+                # for it.
                 goes_on = _value(flag)
             except Exception as error:  # a row of vmap, a fake tensor
                 if self.max_steps is not None:
@@ -336,6 +343,7 @@ class _Loop:
         # Leaves that require grad, and later those that a step returns: a closed-over parameter
         # shows only there.
         differentiated = [x for x in _tensors(leaves) if x.requires_grad]
+        # A clone, because `cond_fun` may return a part of the carry, which the steps overwrite.
         flag = self._flag(tree_unflatten(buffers, structure)).clone()
         if self.max_steps is None:
             left = None
@@ -349,6 +357,7 @@ class _Loop:
             _write(buffers, [x.detach() if isinstance(x, Tensor) else x for x in next_leaves])
             goes_on = self._flag(tree_unflatten(buffers, structure))
             if left is not None:
+                # Counted on the device: the host does not know how often the graph repeats.
                 left.sub_(1)
                 goes_on = goes_on & (left > 0)
             flag.copy_(goes_on)

@@ -131,6 +131,7 @@ class Audit(OperatorWatch):
             for i, x in enumerate(inputs.leaves)
             if i >= count and storages[i]
         }
+        # Donated memory counts as the function's own.
         self.owned_storages = {*self.writable}
         self._constants = Constants()
         self._dependent = self._buffers | self.writable
@@ -172,6 +173,7 @@ class Audit(OperatorWatch):
             stack.enter_context(self._host_reads)
             stack.enter_context(looping(Rehearsal(self.steps), inside=False))
             super().__enter__()
+            # Pushed last, so that the audit ends before the contexts that it relies on.
             stack.push(super().__exit__)
             self._entered = stack.pop_all()
         return self
@@ -180,6 +182,7 @@ class Audit(OperatorWatch):
         self._entered.__exit__(kind, error, trace)
         if error is None:
             self.random.end()
+            # Checks of indices that wait for an operator must not be lost when the function ends.
             self._gathers.before_operator(frozenset())
             self._note_returned()
             if self._failed and not self._refusals.errors:
@@ -204,8 +207,10 @@ class Audit(OperatorWatch):
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (caller := compiled_caller("weft.transforms.graphs.calls.call")) is not None:
             raise self.refuse(*compiling_fault(caller))
+        # The base names too: `split_at` and the switches are by operator, not by overload.
         self.called.add(func._schema.name)
         self.random.before_operator(func, kwargs.get("generator"))
+        # Storages, because a view of an argument is written like the argument itself.
         inputs = {storage_id(t): t for t in flat_tensors(args, kwargs)}
         self._gathers.before_operator(inputs.keys())
         self._check(func, args, kwargs, inputs)
@@ -227,6 +232,7 @@ class Audit(OperatorWatch):
             {*map(storage_id, tensors_in(result))} - inputs.keys(), in_place
         )
         for storage, tensor in inputs.items():
+            # A tensor that came from nowhere: neither an argument nor made in this run.
             if storage not in self.owned_storages and storage not in self._named:
                 if not is_source:
                     self._refuse_unseen(storage, tensor)
@@ -234,6 +240,7 @@ class Audit(OperatorWatch):
             elif storage in self.writable:
                 self._refuse_unaliased(tensor)
         for tensor in (result,) if isinstance(result, Tensor) else tensors_in(result):
+            # Weakly: what is alive at the end was kept by somebody else.
             self._results.append(weakref.ref(tensor))
             if (storage := storage_id(tensor)) not in inputs and not self._is_from_outside(
                 storage, sources
@@ -281,6 +288,7 @@ class Audit(OperatorWatch):
             and tensor.requires_grad
             and tensor.is_leaf
         ):
+            # Under the function mode, reading `grad` would itself be refused.
             with WithoutFunctionModes():
                 self._gradients.append((tensor, tensor.grad))
 
@@ -289,6 +297,7 @@ class Audit(OperatorWatch):
         the
         run: another thread made it, and no replay repeats that thread's operators. Without a
         rehearsal this cannot be told yet (`has_unknown`)."""
+        # A rehearsal sees each tensor for the first time, and so cannot tell.
         if not self._is_recorded or storage in self.external:
             return
         if self._host_reads.fills or not _may_be_a_result(tensor):
@@ -333,6 +342,7 @@ class Audit(OperatorWatch):
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return self.pass_on(func, args, kwargs)
+        # A refusal of the audit itself is no error of the operator.
         except CaptureError:
             raise
         except Exception as error:
@@ -345,6 +355,8 @@ class Audit(OperatorWatch):
         """Raise CaptureError if a replay cannot repeat this operation."""
         if kwargs.get("pin_memory"):
             raise self._pinned(func)
+        # Most operators are known to read and write nothing else; the check costs more than they
+        # do.
         if not is_harmless(func):
             self._check_suspect(func, args, kwargs)
         if (
@@ -353,6 +365,7 @@ class Audit(OperatorWatch):
             self._refuse_host_arguments(inputs)
 
     def _check_suspect(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Reading a number that the source code fixes is no dependence on data.
         if (fault := data_dependence(func, args, kwargs)) and not self._are_constants(
             flat_tensors(args, kwargs)
         ):
@@ -370,6 +383,8 @@ class Audit(OperatorWatch):
         if (reach := storage_reach(func, args, kwargs)) and reach[1] > self._dense.get(
             reach[0], math.inf
         ):
+            # `as_strided` may reach elements beside the view, which the graph's buffer does not
+            # have.
             where = "beyond its elements"
             instead = "x.contiguous() first, or pass the whole tensor that it is a view of"
             if math.isinf(reach[1]):
@@ -387,6 +402,7 @@ class Audit(OperatorWatch):
                 raise self.refuse(
                     fault, "the operator that returns a new tensor, or a dense tensor"
                 )
+            # The rule of ownership: a step writes only what it was given for good, or made itself.
             if (storage := storage_id(tensor)) not in self.owned_storages:
                 name = self._name(storage)
                 fault = (
@@ -453,6 +469,7 @@ class Audit(OperatorWatch):
             outputs = self._run(fn)
         except CaptureError as error:
             outputs = None
+            # The frames of the refused run hold its tensors, which would count as kept.
             clear_frames(error)
         if outputs is None:
             self._undo()
@@ -485,6 +502,7 @@ class Audit(OperatorWatch):
 
     def _undo(self) -> None:
         self._rewind()
+        # In place: `HostReads` holds the same set.
         self.owned_storages.clear()
         self.owned_storages |= self.writable
         self._constants.clear()
@@ -572,6 +590,7 @@ class Audit(OperatorWatch):
         ]
         if leaked:
             return leaked
+        # A returned view keeps its base alive, which is no leak.
         returned_ids = {id(x) for t in returned for x in (t, t._base)}
         arguments = [tensor for reference in self._arguments if (tensor := reference()) is not None]
         return [
@@ -607,6 +626,7 @@ def _shown(tensor: Tensor) -> str:
 def _dense_bytes(buffer: Tensor) -> int:
     """The number of leading bytes of the storage that hold only elements of the buffer."""
     fills = buffer.nbytes == buffer.untyped_storage().nbytes()
+    # Elsewhere in a shared storage, the bytes after the buffer belong to another tensor.
     if fills or (buffer.is_contiguous() and buffer.storage_offset() == 0):
         return buffer.nbytes
     return 0

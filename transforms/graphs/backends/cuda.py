@@ -87,6 +87,7 @@ def _replay_of(pieces: tuple[Piece, ...]) -> Callable[[], None]:
     """Make the function that replays the pieces in order, with only the split operators between
     them."""
     if len(pieces) == 1:
+        # The usual case has no Python loop between the caller and the launch.
         return replayer(pieces[0].graph)
     return functools.partial(
         _replay_pieces, [(piece.before, replayer(piece.graph)) for piece in pieces]
@@ -129,6 +130,7 @@ class CudaBackend:
     def wait_for_last_replay(self) -> None:
         """Make the current stream wait for the stream of the last replay, because replays share
         buffers and a pool."""
+        # Comparing two numbers; an event is only recorded when the stream has changed.
         if (current := self._stream_id()) != self._last_stream:
             self._wait_for(current)
 
@@ -188,6 +190,7 @@ class CudaBackend:
                 pass  # a kernel not loaded yet, or a new generator; the eager run shows any other cause
         with looping(self._while_nodes.rehearsal(audit)):
             audit.rehearse(fn)
+        # Errors of the eager run's kernels show here, and not inside the capture.
         self.stream.synchronize()
         self._generators.update((generator_id(g), g) for g in audit.random.generators)
         self._warmed_up.add(kind)
@@ -212,6 +215,7 @@ class CudaBackend:
         except (CaptureError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
+            # Only conditional nodes can be left out; any other failure would repeat itself.
             if not self._while_nodes.recorded:
                 raise
             self._while_nodes.give_up(str(error).splitlines()[0])
@@ -220,6 +224,7 @@ class CudaBackend:
     def _record(
         self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]
     ) -> CudaRecording:
+        # A generator must be registered before the capture begins in which it is used.
         audit.random.add_known(self._generators.values())
         audit.restart()
         free = torch.cuda.mem_get_info(self.device)[0]
@@ -233,7 +238,10 @@ class CudaBackend:
             # The allocator may consider the pool of a failed capture as still in use by a capture.
             self.pool = torch.cuda.graph_pool_handle()
             raise
+        # The pool may have shrunk, when the allocator gave back memory of a dropped graph.
         tensors = max(torch.cuda.memory_reserved(self.device) - reserved, 0)
+        # What is missing on the device and is not the allocator's: the graph's own nodes and
+        # kernels.
         driver = max(free - torch.cuda.mem_get_info(self.device)[0] - tensors, 0)
         pieces = tuple(session.pieces)
         external = tuple(audit.external.values())
@@ -327,6 +335,7 @@ class _Session(OperatorWatch):
         for generator in self.audit.random.generators:
             if generator.device.type == "cuda":
                 self._graph.register_generator_state(generator)
+        # Other threads may go on using CUDA; only this thread's calls are checked.
         self._graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
 
     def _end_graph(self) -> None:

@@ -76,6 +76,7 @@ class Operation:
                 self._write(part, value)
 
     def _write(self, tensor: Tensor, value: Tensor) -> None:
+        # `copy_` would broadcast.
         if value.shape != tensor.shape:
             raise self._reshaped(tuple(value.shape), tuple(tensor.shape))
         tensor.copy_(value)
@@ -113,6 +114,7 @@ class Loop:
 
 def _run_all(operations: "Sequence[Operation | Loop]") -> None:
     for operation in operations:
+        # A plain setter: a context manager for each operator would double a replay's time.
         set_grad_mode(operation.grad)
         operation.run()
 
@@ -155,7 +157,9 @@ class _Recorder(OperatorWatch):
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.audit.steps.repeats and func._schema.name in self.split_at:
             raise self.audit.refuse(*split_in_loop(func))
+        # Only counted, so that a test on a CPU sees as many pieces as a GPU has.
         self.num_pieces += func._schema.name in self.split_at
+        # One operator in inference mode makes tensors that only that mode may write.
         self.inference |= torch.is_inference_mode_enabled()
         result = self.pass_on(func, args, kwargs)
         inputs = {storage_id(t) for t in flat_tensors(args, kwargs)}
@@ -186,6 +190,7 @@ class _Recorder(OperatorWatch):
         if (results or writes or checks or foreign) and repeated:
             if func.namespace != "aten":  # a custom operator may write more than it declares
                 self.unwritten.written(inputs)
+            # An operator that reads only sizes may be given memory that nobody has written.
             if not reads_shapes(func):
                 self.unwritten.check_read(inputs - {storage_id(x) for x in unread(func, args)})
             taped = map_tensors(self._tape_argument, args)
@@ -214,6 +219,7 @@ class _Recorder(OperatorWatch):
             for t in tensors
             if t.layout is torch.strided
         }
+        # Arguments and closed-over tensors are the caller's memory.
         return sum(size for storage, size in sizes.items() if storage in self._computed_storages)
 
 
@@ -270,6 +276,7 @@ class TapeBackend:
         self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str] = frozenset()
     ) -> TapeRecording:
         audit.read_earlier = self._external
+        # The tape stands for kernels; what autograd records is decided outside it.
         with torch.no_grad():
             if not self._warm:
                 self._warm.append(True)

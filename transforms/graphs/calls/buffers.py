@@ -47,6 +47,7 @@ def buffer_like(value: Tensor) -> Tensor:
     """Copy a tensor with its strides and its alignment, so that kernels that depend on them compute
     the same bits. The copy is dense if the elements cover little of the memory that they span."""
     span = _span(value)
+    # A column of a large matrix spans all of it.
     sparse = span * value.element_size() > max(SPARSE_BYTES, 4 * value.nbytes)
     overlapping = overlaps_itself(value)
     if (
@@ -99,6 +100,8 @@ class InputBufferPool:
     def padding_source(self, index: int, buffer: Any, spec: Axes | None) -> Tensor | None:
         """Make a tensor of a buffer's size, full of its padding; None if the padding is not one
         number, or if the buffer is large."""
+        # For a small buffer, a copy from a prepared source joins the launch that copies the values;
+        # filling would be one more.
         if spec is None or isinstance(spec.pad, str) or buffer.nbytes > PADDING_SOURCE_BYTES:
             return None
         if is_dense(buffer):
@@ -109,6 +112,8 @@ class InputBufferPool:
     def _block_part(self, key: tuple[Any, ...], like: Tensor) -> Tensor:
         # An inference tensor cannot be written outside inference mode, so it has its own block.
         key = *key, like.dtype, like.device, torch.is_inference_mode_enabled()
+        # Earlier graphs keep the smaller block, so ladders are captured with the largest class
+        # first.
         if (block := self._blocks.get(key)) is None or block.numel() < like.numel():
             block = self._blocks[key] = torch.empty(
                 like.numel(), dtype=like.dtype, device=like.device
@@ -172,6 +177,7 @@ def plan_copies(
     for index, (buffer, padding_source, spec) in inputs:
         if isinstance(buffer, Tensor):
             _plan_buffer(pending, buffer, padding_source, spec, index, leaves[index])
+    # In this order, because each takes from `pending` what it can do.
     steps = [*_steps_by_kernel(pending, leaves), *_steps_by_group(pending, leaves)]
     steps += [_repeating(tail, index, spec) for tail, index, spec in pending.repeats]
     steps += [_filling(tail, number) for tail, number in pending.fills]
@@ -307,6 +313,7 @@ def _steps_by_group(pending: _PendingCopies, leaves: Sequence[Any]) -> Iterator[
     pairs: list[tuple[Tensor, int | Tensor]] = [*pending.values, *pending.constants]
     for position, (target, source) in enumerate(pairs):
         value = source if isinstance(source, Tensor) else leaves[source]
+        # `torch._foreach_copy_` is fast only where the strides agree.
         fits = target.stride() == value.stride() and not (value.is_conj() or value.is_neg())
         kind = (target.device, value.device, target.dtype) if fits else position
         if target.numel():

@@ -96,6 +96,7 @@ def _guarded(
     """Guard a value by these tensors and the current global state; None if a tensor occurs twice
     among them, which torch's guard does not accept."""
     check = tensors_check(tensors)
+    # Torch's guard refuses an object that occurs twice, and so would refuse the call itself.
     if not check(*tensors):
         return None
     return Guarded(
@@ -123,6 +124,8 @@ def _find(
     except TypeError:  # the general path raises the error that names the unhashable value
         return None
     if candidates is _CROWDED:
+        # Strides are read only here, since reading them for each call takes longer than most
+        # guards.
         candidates = table.get((key, *map(Tensor.stride, tensors)))
     for guarded in candidates or ():
         if (
@@ -134,6 +137,8 @@ def _find(
             and (value.holds is None or value.holds())
             and (guarded.condition is None or guarded.condition(value))
         ):
+            # A copied argument that shares memory with a donated one is refused: the general path
+            # says so.
             if guarded.donated is not None and guarded.donated.hold(copied):
                 return None
             return value
@@ -145,6 +150,8 @@ def _store(
 ) -> None:
     """Store a value in front of the key's other values; the oldest one may be dropped."""
     if len(table) >= max_keys:
+        # Plans are cheap to store again, and eviction one by one would need an order of use, which
+        # each call would have to write.
         table.clear()
     candidates = table.get(key)
     if candidates is _CROWDED or (candidates is not None and len(candidates) == MAX_PER_KEY):
