@@ -369,6 +369,8 @@ def _sizes(fields: Fields, spec: Architecture) -> dict[str, Any]:
 
     hidden = size("hidden_size")
     heads = size("num_attention_heads")
+    # `null` in a file means that the size follows from others, unless the architecture has a
+    # default.
     head_dim = spec.defaults["head_dim"]
     if fields.raw.get("head_dim", head_dim) is not None or head_dim is not None:
         head_dim = size("head_dim")
@@ -403,6 +405,7 @@ def _parse_moe(fields: Fields) -> MoeConfig:
         for name in ("num_experts", "num_local_experts")
         if name in fields.raw
     }
+    # By `repr`, because a wrong value may not be hashable.
     fields.check(len(set(map(repr, numbers.values()))) <= 1, numbers, "keep num_experts alone")
     return MoeConfig(
         num_experts=fields.integer(next(iter(numbers), "num_experts"), 128),
@@ -433,6 +436,7 @@ def _parse_fp8(fields: Fields) -> Fp8Config | None:
             fits = name not in _FP8_NEEDED
         block.check(fits, name, f"weft supports quantization_config.{name}={allowed[0]!r}")
     for name in block.raw:
+        # A key that is not known may change what the numbers in the file mean.
         takes = (*_FP8_ONLY, _SKIPPED)
         block.check(name in takes, name, f"quantization_config takes {', '.join(takes)}")
     names = block.items(_SKIPPED, str, "a list of names of modules, or null")

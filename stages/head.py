@@ -82,6 +82,8 @@ def finish(
     index, rows = (
         (resolved.last_index, batch.rows) if where is None else _of_tokens(batch.rows, where)
     )
+    # With several ranks, each computes the logits of its share of the vocabulary for all rows, and
+    # then samples whole logits of its share of the rows.
     shared = SharedRows(len(index), ranks)
     logits = shared.exchange(head(config, params, hidden[index], leaves))
     index = shared.local_rows(index)
@@ -116,6 +118,7 @@ def finish(
         )
     whole = shared.gather(logits).float() if keep_logits else None
     sampled: tuple[Any, ...] = (ids, logprobs, whole, *(more or (None, None, None)))
+    # The rows of one request side by side, as `verify` reads them.
     if where is not None:
         sampled = tuple(None if x is None else x.unflatten(0, where.shape) for x in sampled)
     return Output(*sampled, *prompt)
@@ -136,6 +139,8 @@ class Extras(Mapping[str, Tensor]):
         self._values = dict[str, Tensor]()
 
     def __getitem__(self, name: str) -> Tensor:
+        # Lazily, because most functions on logits read none, and a capture of a long prompt is
+        # large.
         if name not in self._values:
             self._values[name] = self._reads[name]()
         return self._values[name]
@@ -159,6 +164,7 @@ def changed_logits(change: ChangeLogits, logits: Tensor, rows: Tensor, extras: E
     Raises:
         ProgramError: the function returns something else than logits of that shape.
     """
+    # `sow` in a function on logits would capture one value a request and not one a token.
     with blamed_on("logits", extras), sowing_nothing("logits"):
         changed: Any = change(logits, rows, extras)
     if (
@@ -317,6 +323,7 @@ def read_at(batch: Batch, num_drafts: int) -> Tensor:
     last = starts[1:, None] - 1
     first = torch.where(batch.goes_on[:, None], starts[:-1, None], last)
     ahead = torch.arange(count, device=starts.device)
+    # Padding rows are empty, so that their last token would be -1.
     return torch.minimum(first + ahead, last).clamp(min=0)
 
 
@@ -341,6 +348,7 @@ def verify(state: State, batch: Batch, where: Tensor, out: Output) -> Output:
     # `read_at` fills a row with its last token; such repeats are not drafts.
     again = where[:, 1:] == where[:, :-1]
     drafts = torch.where(again, DRAFT, batch.input_ids[where[:, 1:]])
+    # A run-ahead step may find a request that an earlier step has completed: it keeps nothing.
     has_all = state.positions[batch.rows] >= state.drafting.limits[batch.rows] - 1
     num_tokens = torch.where(has_all, 0, count_right(out.token_ids, drafts) + 1)
     return attrs.evolve(out, num_tokens=num_tokens, num_drafts=(drafts >= 0).cumprod(1).sum(1))
@@ -354,4 +362,5 @@ def count_right(token_ids: Tensor, drafts: Tensor) -> Tensor:
         token_ids: [num_reqs, k + 1], the tokens sampled after each token that was read.
         drafts: [num_reqs, k].
     """
+    # A product that stays 0 after the first difference: no branch, so a graph can hold it.
     return (drafts == token_ids[:, :-1]).cumprod(1).sum(1)

@@ -228,6 +228,7 @@ class Model:
         >>> model = weft.load("demo", "cpu")
         >>> steered = model.with_stages(layers={1: doubled}, logits=lambda logits, rows, extras: logits / 2)
         """
+        # Without the values: functions print as addresses, which tell a reader nothing.
         call = "model.with_stages(...)"
         rules: dict[str, Rule] = {
             "transform": _TRANSFORM,
@@ -249,6 +250,7 @@ class Model:
             "carries": carries or {},
         }
         tensors |= {"token_extras": token_extras or {}, "beside": beside or {}}
+        # In two steps: what is wrong with the arguments alone is said of the arguments.
         new = StageFunctions(
             **callables, layers=layers or {}, **tensors, prefix_caching=prefix_caching
         )
@@ -301,7 +303,9 @@ class Model:
         }
         stage_options = {name: getattr(self.functions, name) for name in names}
         stage_options["token_extras"] = {
-            name: x.to(self.device) for name, x in self.functions.token_extras.items()
+            # Once for each stage, and not in each step, where a transfer would end a capture.
+            name: x.to(self.device)
+            for name, x in self.functions.token_extras.items()
         }
         options: dict[str, Any] = {
             "keep_logits": keep_logits,
@@ -340,6 +344,7 @@ class Model:
         """
         call = f"model.logits(hidden: {kind_of(hidden)})"
         size = self.config.hidden_size
+        # A share of the head has the logits of a part of the vocabulary only.
         if self.params.norm is None or self.shard[1] > 1:
             instead = "the whole model's: weft.load(path).logits(hidden)"
             part = "a stage without a head"
@@ -352,6 +357,7 @@ class Model:
             raise ProgramError(call, f"hidden states {description}", f"a tensor [..., {size}]")
         flat = hidden.reshape(-1, size).to(self.device, self.dtype)
         with invariant(self.functions.batch_invariant or is_batch_invariant()):
+            # With cut sums, the head's bits do not depend on how many ranks share it.
             is_cut = self.functions.reduction_leaves > 1
             return head(self.config, self.params, flat, leaves=int(is_cut)).reshape(
                 *hidden.shape[:-1], -1
@@ -394,6 +400,7 @@ class Model:
             raise RequestError(call, problem, instead)
         context = {"add_generation_prompt": add_generation_prompt, **variables}
         text = render_chat(self.chat_template, call, messages, context)
+        # The template has written the special tokens.
         return encode(self.tokenizer, text, call, self.path, special=False)
 
     def decode(self, token_ids: list[int]) -> str | None:

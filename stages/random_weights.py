@@ -256,10 +256,12 @@ def random_params(
     _check_memory(shard_fields.values(), dtype, device, call)
 
     def draw(path: str, field: Field) -> Tensor:
+        # Not `hash`, which differs from process to process.
         digest = hashlib.sha256(f"{seed} {path}".encode()).digest()
         # A generator for each field, so that the values do not depend on which fields are drawn.
         generator = torch.Generator(device=device).manual_seed(int.from_bytes(digest[:6], "little"))
         whole = torch.empty(field.shape, dtype=field.dtype or dtype, device=device)
+        # In parts, since the noise is drawn in float32, whatever the field's dtype is.
         for some in whole.view(-1).split(_AT_ONCE):
             some.copy_(_noise(path, field, some, std, generator))
         return _without_gaps(field, whole)
@@ -281,6 +283,7 @@ def _check_memory(
     if device.type == "cuda":
         there = torch.cuda.get_device_properties(device).total_memory
     else:
+        # The whole memory and not what is free, which changes while one looks.
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > there:
         problem = (
@@ -312,6 +315,7 @@ def _noise(path: str, field: Field, like: Tensor, std: float, generator: torch.G
     if path.endswith("_scale"):
         return noise.uniform_(0.5 * std / 16, 1.5 * std / 16, generator=generator)
     if field.dtype is torch.float8_e4m3fn:
+        # Within float8_e4m3's range of ±448, and far above its smallest steps.
         return noise.normal_(0.0, 16.0, generator=generator)
     return noise.normal_(1.0 if "norm" in path else 0.0, std, generator=generator)
 

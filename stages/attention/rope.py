@@ -114,6 +114,8 @@ def parse_rope(fields: Fields, default: Rope) -> Rope:
         _parse_block(fields, block, default) for block in blocks or [attrs.evolve(fields, raw={})]
     ]
     values = {block.prefix.rstrip("."): block.raw for block in blocks}
+    # A file that was converted between versions of transformers may have both, and they may
+    # disagree.
     instead = "say it once: rope_parameters, or rope_scaling beside rope_theta"
     fields.check(ropes[0] == ropes[-1], values, instead)
     return ropes[0]
@@ -197,10 +199,12 @@ def _section(block: Fields) -> tuple[int, int, int] | None:
 
 def _check_keys(block: Fields, kind: RopeKind) -> None:
     for name in _NEEDED_KEYS[kind]:
+        # YaRN's factor may be null: it then follows from the two context lengths.
         there = name in block.raw and (block.raw[name] is not None or kind == "yarn")
         _check_needed(block, there, name, kind)
     allowed_keys = _known_keys(kind)
     foreign_keys = set().union(*map(_known_keys, KINDS)) - allowed_keys
+    # A key of another rope type is a wrong `rope_type` more often than an idle key.
     for name in sorted(foreign_keys & block.raw.keys()):
         block.check(
             block.raw[name] is None,
@@ -230,6 +234,7 @@ def _same_in_both(fields: Fields, block: Fields, name: str, default: Any) -> Fie
 
 def _with_bands(fields: Fields, block: Fields, rope: Rope) -> Rope:
     """`rope` with the parameters of llama3 or yarn."""
+    # Phi's and other files have it beside `rope_scaling`, not in it.
     original = _same_in_both(fields, block, "original_max_position_embeddings", None)
     if original.raw["original_max_position_embeddings"] is not None:
         length = original.integer("original_max_position_embeddings", 1)
@@ -277,6 +282,7 @@ def inverse_frequencies(
         factor = max_position_embeddings / original
     else:
         factor = rope.factor
+    # On the CPU: a GPU's `pow` differs in the last bit, and then so do all angles.
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     periods = rope.theta**exponents
     if rope.kind == "default":
@@ -395,6 +401,7 @@ def mrope_positions(state: State, batch: Batch, resolved: ResolvedBatch) -> Tens
     if batch.positions is None:
         return in_order.repeat(1, 3)
     batch_positions = batch.positions.T
+    # Negative: the token has no position of its own, as after the prompt.
     return torch.where(batch_positions >= 0, batch_positions, in_order).contiguous()
 
 

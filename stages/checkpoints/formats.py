@@ -134,6 +134,7 @@ def open_checkpoint(model: str | os.PathLike[str], call: str) -> Checkpoint:
                 call, f"there is no file {str(path)!r:.300}", "the path of a .gguf"
             )
         return Gguf(open_gguf(path, call))
+    # Downloads of a GGUF make a folder, and users pass that.
     if os.path.isdir(path) and not os.path.isfile(path / "config.json"):
         files = [file for file in path.glob("*.gguf") if os.path.isfile(file)]
         if len(files) == 1:

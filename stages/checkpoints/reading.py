@@ -73,6 +73,7 @@ def read_params(
         # A field in FP8 must be in FP8 in the file; any other may be any float, and is cast.
         dtypes = FLOATS if field.dtype is None or field.dtype.itemsize > 1 else (_FP8,)
         checks += [(part, dtypes) for part in field.parts]
+    # All checks before the first read: a checkpoint of 100 GB must not fail in its last file.
     reader.check(checks)
     bar = tqdm(
         total=len(checks), desc=f"stage {layout.index}", unit=" tensors", disable=not progress
@@ -151,6 +152,7 @@ def _fill(
     # A part that is the whole field is not copied: on the CPU it may stay a view of the file.
     if len(field.parts) == 1 and field.parts[0].shape == field.shape:
         return read(field.parts[0], dtype).to(device, dtype)
+    # Zeros, since a field may have gaps between its parts.
     whole = torch.zeros(field.shape, dtype=dtype, device=device)
     for part in field.parts:
         part.place(whole).copy_(read(part, dtype))
@@ -190,6 +192,7 @@ def places(
         views |= {
             part.name: PartView(part.place(getattr(owner, name)), part) for part in field.parts
         }
+    # The last: a tied name stands for a view that is there by its first name.
     views |= {name: views[other] for name, other in tied_names(config).items() if other in views}
     return views
 
@@ -273,6 +276,7 @@ def checked_device(device: torch.device | str, call: str) -> torch.device:
     """The device with its index: a bare `cuda` is `cuda:0` to safetensors, and the current device
     to torch."""
     try:
+        # By making a tensor there, because torch finds out only then that a device is missing.
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
@@ -287,6 +291,7 @@ def weight_files(folder: Path, call: str) -> list[Path]:
     Raises:
         CheckpointNotFoundError, CheckpointError: there are no such files, or they cannot be read.
     """
+    # Sorted, so that the digest does not depend on the order in the index.
     shards = sorted(set(_tensor_files(folder, call).values()))
     for file in shards:
         open_tensors(file, "cpu", call)
@@ -338,6 +343,8 @@ def _is_inside(name: Any) -> bool:
     folder, as in Hugging Face's cache."""
     if not isinstance(name, str):
         return False
+    # An index comes from strangers, and must not name a file elsewhere on this machine. The colon
+    # refuses drives of Windows.
     return all(part not in ("", ".", "..") for part in re.split(r"[/\\]", name)) and ":" not in name
 
 
@@ -390,6 +397,7 @@ def _check_tied(files: Mapping[str, Path], call: str) -> None:
     with ExitStack() as stack:
         handles = _open_all((files[HEAD], files[EMBED]), "cpu", call, stack)
         head, embed = (handles[files[name]].get_slice(name) for name in (HEAD, EMBED))
+        # In parts: both matrices together may not fit into memory.
         rows = range(0, head.get_shape()[0], _ROWS)
         same = head.get_shape() == embed.get_shape()
         if same and all(
