@@ -163,6 +163,7 @@ class Sharded:
                 traces.by_rank, traces.order, parts.tensors(traces.by_rank, self._call)
             )
         for result in traces.results:
+            # Sizes that depend on data are known only now, and the ranks' must fit together.
             if not result.has_known_size:
                 refuse_unlike(result.name, result.of(leaves_by_rank), result.layout, self._call)
         whole = self._join(traces.by_rank, leaves_by_rank, parts)
@@ -180,6 +181,7 @@ class Sharded:
         if not kwargs:
             return args
         try:
+            # Placements go by position, so a keyword is brought to its place.
             bound = inspect.signature(self._fn).bind(*args, **kwargs)
         except TypeError as error:
             raise MeshError(
@@ -267,6 +269,7 @@ class Sharded:
             refuse_donated(leaf, call=self._call)
             all_parts.keys[rank].append(((name, next(numbers), cut), None))
             local_tensor = part_of(leaf, layout, self.mesh, rank, self._call)
+            # To return the caller's own tensor where the ranks return their parts of it unchanged.
             all_parts.sources[id(local_tensor)] = leaf, layout
             if not is_first:
                 all_parts.replicas.add((rank, id(local_tensor)))

@@ -137,6 +137,8 @@ def trace(
             without_saved_tensors_hooks(),
             looping(None),
         ):
+            # Captures, transforms and hooks around the call belong to the run; here they would see
+            # fake tensors.
             surroundings.enter_context(context)
         surroundings.enter_context(torch.set_grad_enabled(grads or torch.is_grad_enabled()))
         surroundings.enter_context(placed(Place(mesh, rank, differentiated=grads)))
@@ -174,6 +176,7 @@ def trace(
             if not reads_values(error):
                 raise
             raise recorder.refuse_read(str(error)) from error
+        # The function may have caught the error of a read and gone on without the value.
         if recorder.reads:
             raise recorder.refuse_read(recorder.reads[0])
         result_leaves = tuple(map(recorder.in_graph, result))
@@ -195,6 +198,7 @@ def _finished(recorder: "Recorder", result_leaves: tuple[Any, ...], structure: T
             recorder.call, problem, "value.detach(); or the whole call in torch.no_grad()"
         )
     graph = recorder.graph
+    # Before the search for random operators: torch's own calls on `meta` may look random.
     _erase_shapes_alone(graph, {leaf for leaf in result_leaves if isinstance(leaf, Node)})
     if (node := next(filter(_draws, graph.nodes), None)) is not None:
         problem = f"{node.target}, whose random numbers would be others on each number of ranks"
@@ -210,6 +214,7 @@ def _finished(recorder: "Recorder", result_leaves: tuple[Any, ...], structure: T
     )
     returned = {place: index for place, index in origins if index is not None}
     _separate_elements(graph)
+    # By storage: a write to a view writes the argument that it is a view of.
     storages = {storage for node in graph.nodes for storage in written_by(node)}
     _allow_other_strides(graph, storages)
     written = frozenset(index for node, index in inputs.items() if storage_of(node) in storages)
@@ -271,15 +276,18 @@ class Recorder(DispatchMode):
         self._wrapped = {id(x): x for x in wrapped}
         self._has_fake_arguments = False
         self._nodes = dict[int, tuple[Tensor, Node]]()
+        # By id, each beside the tensor itself, which keeps the id from being used again.
         self._stand_ins = dict[int, tuple[Tensor, Tensor]]()
         self._leaves = list[Tensor]()
         self.reads = list[str]()
         """The messages of errors at reads of values. The trace fails even if the function catches
         the error and goes on."""
+        # Asked now, because the trace itself runs without the transforms around the call.
         self._is_transformed = in_functorch_transform()
 
     def argument(self, like: Tensor) -> Tensor:
         """The fake tensor that stands for an argument."""
+        # An outer trace has fake arguments, and may close over fake tensors of its own.
         self._has_fake_arguments |= is_fake(like)
         return self._stand_in(like, self.graph.placeholder(f"argument_{len(self._nodes)}"))
 
@@ -331,6 +339,7 @@ class Recorder(DispatchMode):
 
     def node_of(self, tensor: Tensor) -> Node:
         """The node that made a tensor."""
+        # A transform inside the function wraps the fake tensors; the graph has the wrapped ones.
         fake = innermost(self.inside(tensor))
         if id(fake) not in self._nodes:
             self._find_copy(fake)
@@ -339,6 +348,7 @@ class Recorder(DispatchMode):
     def refuse_kept(self) -> None:
         """Raise CaptureError if a tensor of the trace, which has no values, is alive outside it.
         Call it when all results are mapped to nodes: it forgets which node made which tensor."""
+        # Weak references first, since the tables that are cleared next hold the tensors.
         references = [weakref.ref(tensor) for tensor, _ in self._nodes.values()]
         self._nodes.clear()
         self._stand_ins.clear()
@@ -381,12 +391,15 @@ class Recorder(DispatchMode):
         if isinstance(result, Tensor):
             self._note(result, node)
             return
+        # A tuple of results: one node for the call, and one for each item.
         for index, part in enumerate(result or ()):
             if isinstance(part, Tensor):
                 self._note(part, self.graph.call_function(operator.getitem, (node, index)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # A constant in the source code. Each run must copy it anew, as the function may write to
+        # it.
         if func is torch.ops.aten.lift_fresh.default and not is_fake_of(args[0], self.fake):
             constant = func(*args)
             self.record(
@@ -402,6 +415,7 @@ class Recorder(DispatchMode):
             result = func(_blank(args[0]), *args[1:], **kwargs)
         else:
             result = func(*args, **kwargs)
+        # Autograd detaches what it saves, which is no operator of the function.
         if func is torch.ops.aten.detach.default and not called_by_dispatcher():
             self._note(result, self.node_of(args[0]))
         elif _is_part_of_a_trace(func, result):
@@ -430,6 +444,7 @@ class Recorder(DispatchMode):
         """Note an operator without grad mode that computes from a value which requires grad."""
         if not self.grads or self.cut is not None or torch.is_grad_enabled():
             return
+        # weft's operators have derivatives of their own, and detaching is what the user asked for.
         if func.namespace == "weft" or func in (
             torch.ops.aten.detach.default,
             torch.ops.aten.alias.default,
@@ -474,6 +489,7 @@ class Recorder(DispatchMode):
     def _find_copy(self, fake: Tensor) -> None:
         """Find the node of a tensor object that torch made without an operator: the node of the
         last tensor with the same memory."""
+        # The last one, because a later operator may have written the memory in place.
         for tensor, node in reversed(self._nodes.values()):
             if storage_id(tensor) == storage_id(fake) and layout_of(tensor) == layout_of(fake):
                 self._nodes[id(fake)] = (fake, node)
@@ -489,6 +505,7 @@ class Recorder(DispatchMode):
     def in_graph(self, value: Any) -> Any:
         """The node of a tensor; any other value itself, unless it depends on the values of a
         tensor."""
+        # Torch gives a symbol for a number that it cannot know without values.
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             problem = (
                 f"rank {self.rank} reads the values of a tensor, on which the number {value}"
@@ -540,6 +557,7 @@ def _erase_shapes_alone(graph: Graph, results: Set[Node]) -> None:
             continue
         value = node.meta.get("val")
         schema = schema_of(node.target)
+        # An operator without a schema may do anything.
         may_write = schema is None or schema.is_mutable
         is_pure = not may_write and effect_of(node.target, node.args) is None
         if is_pure and isinstance(value, Tensor) and value.is_meta:
@@ -566,6 +584,7 @@ def _draws(node: Node) -> bool:
     if schema is None or torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     names = [argument.name for argument in schema.arguments]
+    # Attention draws only for its dropout, which is 0 in evaluation.
     if "dropout_p" not in names:
         return True
     place = names.index("dropout_p")
@@ -648,6 +667,7 @@ class _Calls(FunctionMode):
                 # Keep only the text: the error's frames hold this recorder, which would be a cycle.
                 self.recorder.reads.append(str(error))
             raise
+        # The result is a symbol, or a list of them: mapping it refuses it.
         if func in _READS:
             tree_map(self.recorder.in_graph, result)
         if func in _OF_ONE_LEVEL and not is_functorch_wrapped_tensor(args[0]):
@@ -660,6 +680,7 @@ def _cut(graph: Graph) -> tuple[tuple[tuple[Node, ...], ...], tuple[tuple[Node, 
     parts = [list[Node]()]
     collectives = list[tuple[Node, Collective]]()
     for node in graph.nodes:
+        # Arguments are there before the first part.
         if node.op == "placeholder":
             continue
         if node.op == "call_function":
@@ -694,8 +715,10 @@ def _origin(node: Node) -> Node:
         for arg, argument in zip(node.args, schema.arguments, strict=False)
         if argument.alias_info is not None
     ]
+    # With several aliases it is not clear which argument the result is.
     if len(aliased) != 1 or not isinstance(aliased[0], Node):
         return node
+    # A view of a part is not the argument itself.
     if not alias.is_write and _layout(node) != _layout(aliased[0]):
         return node
     return _origin(aliased[0])
