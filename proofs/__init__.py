@@ -88,7 +88,8 @@ to see it again:
     weft.proofs.assert_equivalent(nearly, doubled, args=args)
 
 It also works inside a test with Hypothesis's own `@given`: pass the arguments that the test drew.
-A law that compares other things can use `find_difference`, and raise LawViolation.
+A law that compares other things calls `assert_equal`, which raises LawViolation, or
+`find_difference`.
 
 **In pytest.** pytest loads `weft.proofs.plugin` if weft is installed. `--weft-profile=ci`, `gpu` or
 `explore` sets the number of examples, tests marked `@pytest.mark.gpu` are skipped without a GPU,

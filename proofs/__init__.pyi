@@ -4,6 +4,7 @@ from .checks.code import to_code as to_code
 from .checks.difference import (
     Difference as Difference,
     LawViolation as LawViolation,
+    assert_equal as assert_equal,
     find_difference as find_difference,
 )
 from .checks.elements import Tolerance as Tolerance

@@ -131,7 +131,15 @@ def assert_equal(law: str, actual: Any, expected: Any, *, exact: bool = True) ->
     """Raise LawViolation at the first leaf of `actual` that differs from `expected`.
 
     Args:
-        exact: compare bitwise (NaN equals NaN); otherwise within ATOL and RTOL, integers exactly.
+        law: what must hold; the error begins with it.
+        actual, expected: trees of tensors and other values.
+        exact: compare bitwise (NaN equals NaN). Otherwise floating-point numbers may differ by an
+            absolute and a relative 2e-4, as those of runs of different shapes do.
+
+    >>> assert_equal("a sum is in any order", {"y": torch.ones(2)}, {"y": torch.tensor([1.0, 2.0])})
+    Traceback (most recent call last):
+        ...
+    weft.proofs.checks.difference.LawViolation: a sum is in any order: ['y'][1]: 1.0 against 2.0
     """
     if (
         difference := find_difference(

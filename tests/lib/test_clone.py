@@ -13,7 +13,7 @@ from torch import Tensor
 import weft
 from weft import donation
 from weft.donation import clone
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.proofs.strategies.captures.tensor_programs import ALIASES
 
 # Views whose memory is not what it seems, beside the ways in which arguments alias.

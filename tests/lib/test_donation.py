@@ -19,8 +19,8 @@ import weft
 from weft import transforms
 from weft.donation import clone, donatable, donate, donated_argnames, donates, refuse_donated
 from weft.errors import ArgumentError, DonatedError
+from weft.proofs import assert_equal
 from weft.proofs.evidence.pages.reference import names_of
-from weft.proofs.laws import assert_equal
 from weft.state import State
 from weft.trees import OF_THIS_VALUE, pytree, static, tree_leaves, tree_map
 

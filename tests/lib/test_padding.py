@@ -14,7 +14,7 @@ from weft.descriptor import BatchDescriptor
 from weft.errors import DescriptorError
 from weft.outputs import IntermediateTensors, Output
 from weft.padding import inert, pad, padded_shape, unpad, write_padded
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.state import State, resolve
 from weft.trees import Axes, axes, descriptor_field, find_descriptors, leaf_axes, pytree, static
 

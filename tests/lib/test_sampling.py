@@ -26,7 +26,7 @@ from weft.ops.sampling.logits import (
     TOP_P,
     unpack_bits,
 )
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.proofs.strategies import sampling_params
 from weft.sampling import SamplingParams
 from weft.sampling_table import SamplingTable, features, write_rows

@@ -18,7 +18,7 @@ from weft.errors import DonatedError, RequestError, WeftError
 from weft.ops.sampling.logits import IN_PROMPT, MIN_LEN, SEED, TEMPERATURE
 from weft.outputs import Output
 from weft.padding import pad
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.sampling import SamplingParams
 from weft.state import Drafting, State, admit, advance, copy_pages, resolve
 from weft.transforms.graphs.graphify import graphify

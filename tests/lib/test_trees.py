@@ -20,7 +20,7 @@ from weft.descriptor import BatchDescriptor, Descriptor
 from weft.errors import DescriptorError, TreeError
 from weft.outputs import Output
 from weft.padding import pad, unpad
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.proofs.strategies.tree_classes import (
     CLASS_OPTIONS,
     CLASS_OPTIONS_NOT_DRAWN,

@@ -14,7 +14,7 @@ from weft.ops.sampling.logits import pack_bits
 from weft.ops.sampling.sample import sample, token_logprobs
 from weft.outputs import Output
 from weft.padding import pad, unpad
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.sampling import SamplingParams
 from weft.stages import head as module
 from weft.stages.checkpoints.known_models import DEMO

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.donation import clone
 from weft.errors import CaptureError
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.graphs.graphify import graphify
 from weft.trees import pytree, static

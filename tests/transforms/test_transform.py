@@ -13,7 +13,7 @@ from torch import Tensor
 import weft
 from weft.donation import clone
 from weft.errors import ProgramError
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.proofs.strategies import Function, pure_functions, stage_lists
 from weft.transforms import (
     Carried,

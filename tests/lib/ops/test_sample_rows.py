@@ -13,7 +13,7 @@ from weft.donation import clone
 from weft.errors import RequestError
 from weft.ops.sampling.logits import ALLOWED, FEATURES, process
 from weft.ops.sampling.sample import count_tokens, sample, sample_rows
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.proofs.strategies import sampling_params
 from weft.sampling import SamplingParams
 from weft.sampling_table import SamplingTable, write_rows

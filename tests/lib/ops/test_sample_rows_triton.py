@@ -23,7 +23,7 @@ from weft.ops.sampling.logits import (
     process,
 )
 from weft.ops.sampling.sample import count_tokens, sample_rows
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.sampling import SamplingParams
 from weft.sampling_table import SamplingTable, write_rows
 from weft.transforms.graphs.graphify import graphify

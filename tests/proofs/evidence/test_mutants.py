@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from refusal import refused
 
 from weft.errors import ArgumentError
+from weft.proofs import LawViolation
 from weft.proofs.evidence.mutants import MUTANTS, Mutant
 from weft.proofs.evidence.mutants.__main__ import table
 from weft.proofs.evidence.mutants.catch import catch, replay
 from weft.proofs.evidence.runs.suite import LAWS, Law, find
-from weft.proofs.laws import LawViolation
 
 RESULTS = Path(__file__).parents[3] / "proofs" / "results"
 RECORD = json.loads((RESULTS / "mutants.json").read_text(encoding="utf-8"))

@@ -29,7 +29,7 @@ from weft.errors import (
     RequestError,
     WeftError,
 )
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.stages.checkpoints.known_models import DEMO
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from weft.donation import clone, donated_argnames
 from weft.errors import CaptureError, DonatedError
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.stages.custom.module import ModuleStage, from_module
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.pipeline import compose, pipeline

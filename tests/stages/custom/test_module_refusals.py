@@ -16,7 +16,7 @@ from torch.nn.utils import prune
 from torch.utils.flop_counter import FlopCounterMode
 
 from weft.errors import CaptureError, ProgramError
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.stages.custom.module import from_module
 from weft.transforms.graphs.graphify import graphify
 from weft.trees import tree_leaves

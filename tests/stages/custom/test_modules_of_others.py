@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weft.donation import clone
 from weft.errors import CaptureError
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.stages.custom.module import from_module
 from weft.transforms.graphs.graphify import graphify
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 import weft
 from weft.errors import CheckpointError
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.stages.checkpoints import reading as checkpoint
 
 # The seconds that a command may take on a small machine; each takes some hundredths.

@@ -13,7 +13,7 @@ from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone, donates
 from weft.errors import CaptureError, DonatedError, ProgramError
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.stages.config import parse_config
 from weft.stages.decoder import decoder_stage
 from weft.stages.layout import split_layers

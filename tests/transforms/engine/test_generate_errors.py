@@ -10,7 +10,7 @@ from refusal import refused
 import weft
 from weft.donation import clone
 from weft.errors import RequestError, WeftError
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.stages.model import Model
 
 

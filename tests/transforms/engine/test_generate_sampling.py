@@ -9,7 +9,7 @@ import torch
 
 import weft
 from weft.errors import RequestError
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.sampling import SamplingParams
 from weft.sampling_table import MAX_BIASED
 from weft.stages.checkpoints.known_models import DEMO

@@ -23,7 +23,7 @@ from weft.errors import CaptureError
 from weft.meshes.mesh import Mesh
 from weft.ops.constants import constant
 from weft.ops.transfers.collective import Place, placed
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.proofs.strategies import Rows
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load

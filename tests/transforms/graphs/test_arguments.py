@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from weft.errors import CaptureError, DescriptorError
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.transforms.graphs.calls.buffers import buffer_like
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits, make_ladder

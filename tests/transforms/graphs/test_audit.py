@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 import weft
 from weft.errors import CaptureError
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.transforms.graphs.graphify import graphify
 
 X = torch.arange(3.0)

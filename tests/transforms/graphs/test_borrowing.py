@@ -11,7 +11,7 @@ from torch import Tensor
 
 import weft
 from weft.errors import CaptureError, StaleResultError
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.transforms.graphs.graphify import graphify
 
 USES: dict[str, Callable[[Tensor], Any]] = {

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from weft import graphify
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 
 
 class Doubling(TorchFunctionMode):

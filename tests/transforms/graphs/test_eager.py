@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import weft
 from weft.donation import donatable
 from weft.errors import DonatedError, StaleResultError
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.transforms.graphs.graphify import graphify
 from weft.trees import OF_THIS_VALUE, pytree
 

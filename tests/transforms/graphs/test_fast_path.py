@@ -15,7 +15,7 @@ from torch import Tensor
 from weft.batch import Batch
 from weft.donation import donate
 from weft.errors import DonatedError
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.graphs.graphify import graphify
 from weft.trees import pytree

@@ -12,7 +12,7 @@ from graphified import LAW, Node, Point, X, doubled, general_calls
 from torch import Tensor
 
 from weft.errors import CaptureError, DonatedError
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.state import State
 from weft.transforms.graphs.calls import fast_path
 from weft.transforms.graphs.graphify import graphify

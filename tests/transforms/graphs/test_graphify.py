@@ -13,7 +13,7 @@ from torch import Tensor
 
 import weft
 from weft.errors import CacheMissError, CaptureError, DeviceError
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.transforms.graphs.calls.key import CacheInfo
 from weft.transforms.graphs.graphify import graphify
 from weft.trees import pytree

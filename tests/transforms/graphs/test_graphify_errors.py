@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import weft
 from weft.donation import clone
 from weft.errors import CaptureError, DeviceError
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.stages.custom.module import from_module
 from weft.transforms.graphs.calls.key import CacheInfo
 from weft.transforms.graphs.graphify import graphify

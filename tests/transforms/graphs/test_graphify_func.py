@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.func import grad, grad_and_value, hessian, jvp, vmap
 
 import weft
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.transforms.graphs.graphify import graphify
 
 

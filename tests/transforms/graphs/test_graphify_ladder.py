@@ -10,7 +10,7 @@ from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.errors import CacheMissError, CaptureError
 from weft.outputs import Output
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits, make_ladder
 from weft.trees import axes, pytree

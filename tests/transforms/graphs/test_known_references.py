@@ -19,7 +19,7 @@ from torch import Tensor
 from weft.descriptor import BatchDescriptor
 from weft.donation import donate
 from weft.errors import CacheMissError, CaptureError, DonatedError, StaleResultError, WeftError
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.transforms.graphs.calls import call as calls
 from weft.transforms.graphs.calls.borrowing import check_borrowed
 from weft.transforms.graphs.calls.fast_path import MAX_KNOWN, FastPath

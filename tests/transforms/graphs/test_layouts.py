@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from weft import graphify
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.transforms.graphs.calls.buffers import buffer_like, in_a_row
 
 LAW = "graphify changes nothing"

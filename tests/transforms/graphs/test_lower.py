@@ -13,7 +13,7 @@ import weft
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone
 from weft.errors import CacheMissError, CaptureError, DonatedError
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.proofs.strategies import Rows
 from weft.transforms.graphs.graphify import graphify, piecewise
 from weft.trees import tree_structure

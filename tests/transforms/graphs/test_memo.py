@@ -10,7 +10,7 @@ from graphified import LAW, X, agree, counts, twice
 from torch import Tensor
 
 from weft.errors import CacheMissError, CaptureError
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.transforms.graphs.graphify import graphify
 from weft.trees import pytree, static
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone
 from weft.errors import CaptureError
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.proofs.strategies import Rows
 from weft.transforms.graphs.backends.cuda import CudaBackend
 from weft.transforms.graphs.backends.tape import TapeBackend

@@ -33,7 +33,7 @@ from transformers import (
 )
 from transformers.cache_utils import StaticLayer
 
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.torchapi.patches import signal_capture
 from weft.transforms.graphs.graphify import graphify
 

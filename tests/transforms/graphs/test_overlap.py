@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from weft.errors import DonatedError
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.transforms.graphs.calls.aliasing import overlap, overlaps_itself
 from weft.transforms.graphs.graphify import graphify
 

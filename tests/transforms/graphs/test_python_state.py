@@ -10,7 +10,7 @@ import torch
 from graphified import LAW, agree, counts, refusal
 from torch import Tensor, nn
 
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.transforms.graphs.graphify import graphify
 
 X = torch.arange(3.0)

@@ -10,7 +10,7 @@ from graphified import refusal
 from torch import Tensor
 from torch.nn import functional
 
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.transforms.graphs.graphify import graphify
 
 X = torch.arange(3.0)

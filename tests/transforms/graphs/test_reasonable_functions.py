@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import weft
 from weft.errors import CaptureError, DonatedError
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.transforms.graphs.graphify import graphify
 
 

@@ -16,7 +16,7 @@ from graphified import LAW, X, agree
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.transforms.graphs.backends.host_reads import refusal
 from weft.transforms.graphs.calls.key import CacheInfo
 from weft.transforms.graphs.graphify import graphify

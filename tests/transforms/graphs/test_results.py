@@ -11,7 +11,7 @@ from torch import Tensor
 import weft
 from weft.donation import clone, donated_argnames, donates
 from weft.errors import DonatedError
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.transforms.graphs.graphify import graphify
 from weft.trees import tree_map
 

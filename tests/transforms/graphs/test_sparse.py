@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import CaptureError
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.transforms.graphs.graphify import graphify
 
 LAW = "a graph is its function"

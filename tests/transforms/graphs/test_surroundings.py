@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from weft.errors import CacheMissError, CaptureError
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.stages.custom.module import from_module
 from weft.transforms.graphs.calls.key import CacheInfo
 from weft.transforms.graphs.graphify import graphify

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, library
 
 from weft.errors import CaptureError
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.transforms.graphs.backends import make_backend
 from weft.transforms.graphs.backends.audit import Audit, Inputs
 from weft.transforms.graphs.backends.tape import TapeBackend, TapeRecording

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from weft.errors import CaptureError
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.transforms.graphs.graphify import graphify
 
 LAW = "a graph is its function"

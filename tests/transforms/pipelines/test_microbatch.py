@@ -13,7 +13,7 @@ from weft.descriptor import BatchDescriptor
 from weft.donation import clone, donated_argnames, donates
 from weft.errors import DescriptorError, DonatedError, ProgramError
 from weft.outputs import Output
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.proofs.strategies import Rows
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.microbatch import microbatch

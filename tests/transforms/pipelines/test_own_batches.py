@@ -9,7 +9,7 @@ from own_batches import OWN_BATCHES, WHOLE_BATCHES, Graph, Length, Signal
 from refusal import refused
 
 from weft.errors import DescriptorError
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.microbatch import scan
 from weft.transforms.pipelines.pipeline import pipeline

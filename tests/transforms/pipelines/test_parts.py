@@ -27,7 +27,7 @@ from weft.batch import LAST_TOKEN, Batch
 from weft.descriptor import BatchDescriptor
 from weft.errors import CaptureError, DescriptorError
 from weft.padding import pad
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.proofs.strategies import Rows
 from weft.sampling import SamplingParams
 from weft.state import State, admit, resolve

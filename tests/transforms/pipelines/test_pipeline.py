@@ -19,7 +19,7 @@ from weft.donation import clone, donated_argnames, donates
 from weft.effects import Program, Schema, TensorSchema
 from weft.errors import DonatedError, ProgramError
 from weft.outputs import IntermediateTensors
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.proofs.strategies import Function, stage_lists
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.microbatch import microbatch, scan

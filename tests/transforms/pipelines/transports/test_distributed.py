@@ -11,7 +11,7 @@ import torch
 from ranks import PYTHONPATH, SCENARIOS, run_all, run_scenario
 
 from weft.errors import DeviceError, ProgramError
-from weft.proofs.laws import LawViolation, assert_equal
+from weft.proofs import LawViolation, assert_equal
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.transports.launch import launch
 from weft.transforms.pipelines.transports.local import Local

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from weft.effects import Effect
 from weft.errors import CaptureError, ProgramError, RankError
-from weft.proofs.laws import assert_equal
+from weft.proofs import assert_equal
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.pipeline import Pipelined, pipeline
