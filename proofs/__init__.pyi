@@ -1,4 +1,4 @@
-from . import laws as laws, plugin as plugin, strategies as strategies
+from . import plugin as plugin, strategies as strategies
 from .checks.check import check as check
 from .checks.code import to_code as to_code
 from .checks.difference import (

@@ -228,8 +228,8 @@ def test_10_random_numbers_that_are_not_torchs_are_frozen() -> None:
 def test_11_a_mean_over_a_padded_batch_counts_the_padding() -> None:
     """Under a ladder the function sees the padded batch: a reduction over it takes the padding in.
 
-    Around it: a field that says what is real, padded with 0 (law L2, `weft.proofs.laws`, finds who
-    forgets it).
+    Around it: a field that says what is real, padded with 0 (`weft.proofs.check(f, ..., laws="pad",
+    ladder=...)` finds who forgets it).
     """
 
     def centred(s: Any) -> Any:

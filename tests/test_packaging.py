@@ -132,8 +132,8 @@ def own_imports() -> list[Import]:
 
 
 def target(record: Import) -> str:
-    """The module that an import of weft's reaches: `from weft.proofs import laws` reaches
-    `weft.proofs.laws`."""
+    """The module that an import of weft's reaches: `from weft.proofs import strategies` reaches
+    `weft.proofs.strategies`."""
     inner = f"{record.module}.{record.name}"
     return inner if inner in sources() else record.module
 

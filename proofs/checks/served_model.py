@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
-from weft.proofs.laws.engine.completions import complete
+from weft.proofs._laws.engine.completions import complete
 from weft.sampling import SamplingParams
 from weft.stages.adapters.adapter import Adapter
 from weft.stages.model import Model

@@ -12,9 +12,9 @@ from torch import Tensor
 from weft.descriptor import BatchDescriptor
 from weft.ops.attention.backends import BACKENDS
 from weft.padding import pad, unpad
+from weft.proofs._laws.compare import larger, whole
+from weft.proofs._laws.padding import _garbage_scratch, _garbage_tail
 from weft.proofs.checks.difference import assert_equal, visible
-from weft.proofs.laws.compare import larger, whole
-from weft.proofs.laws.padding import _garbage_scratch, _garbage_tail
 from weft.proofs.strategies.models import Scenario, scenarios
 from weft.stages.custom.functions import StageFunctions
 from weft.stages.decoder import decoder_stage

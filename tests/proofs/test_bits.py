@@ -11,9 +11,10 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from weft.batch import EMBEDDED
+from weft.proofs import LawViolation
+from weft.proofs._laws.engine.bits import bits_are_of_the_request
 from weft.proofs.evidence.mutants.bits import BITS
 from weft.proofs.evidence.mutants.mutant import replace
-from weft.proofs.laws import LawViolation, bits_are_of_the_request
 from weft.proofs.strategies.engine.invariant import (
     INVARIANT_MODELS,
     InvariantLoad,

@@ -436,7 +436,7 @@ sys.modules["hypothesis"] = None
 import torch, weft.proofs
 weft.proofs.check(lambda x: x.tanh(), [(torch.ones(2),)], laws="graph")
 try:
-    weft.proofs.laws
+    weft.proofs.strategies
 except ImportError as error:
     print(type(error).__name__, error)
 del sys.modules["hypothesis"]
@@ -450,7 +450,7 @@ def test_calls_that_are_given_are_checked_without_hypothesis() -> None:
     )
     assert re.search(r"a graph of it is it, bitwise +holds", done.stdout)
     assert done.stdout.endswith(
-        "MissingPackageError weft.proofs.laws\n  saw: no hypothesis here\n  instead:"
+        "MissingPackageError weft.proofs.strategies\n  saw: no hypothesis here\n  instead:"
         f" {install_command('proofs')}\n"
     )
 

@@ -17,8 +17,9 @@ from torch import Tensor
 import weft
 import weft.transforms
 from weft.effects import Effect
-from weft.proofs.laws import LawViolation, compositions_mean_their_parts
-from weft.proofs.laws.captures import Tally
+from weft.proofs import LawViolation
+from weft.proofs._laws.captures import Tally
+from weft.proofs._laws.compositions import compositions_mean_their_parts
 from weft.proofs.strategies import Body, Composition, compositions
 from weft.proofs.strategies.compositions.bodies import OPERATIONS, World
 from weft.proofs.strategies.compositions.composition import MAX_DEPTH, ROWS

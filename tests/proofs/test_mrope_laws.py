@@ -6,15 +6,25 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from weft.proofs import laws, strategies
+from weft.proofs import strategies
+from weft.proofs._laws.engine.requests import order_is_free
+from weft.proofs._laws.graph import graph_is_eager
+from weft.proofs._laws.ownership import capture_leaves_no_trace, ownership_is_kept
+from weft.proofs._laws.padding import padding_is_inert, stage_padding_is_inert
+from weft.proofs._laws.pieces import pieces_are_the_whole
+from weft.proofs._laws.pipeline import (
+    microbatches_are_one,
+    pipeline_is_composition,
+    transforms_commute,
+)
 
 WITH_LADDER: dict[str, Any] = {
-    "L1": laws.graph_is_eager,
-    "L2": laws.padding_is_inert,
-    "L2, between stages": laws.stage_padding_is_inert,
-    "L5": laws.pieces_are_the_whole,
-    "L8": laws.capture_leaves_no_trace,
-    "L9": laws.ownership_is_kept,
+    "L1": graph_is_eager,
+    "L2": padding_is_inert,
+    "L2, between stages": stage_padding_is_inert,
+    "L5": pieces_are_the_whole,
+    "L8": capture_leaves_no_trace,
+    "L9": ownership_is_kept,
 }
 SETTINGS = settings(max_examples=25, deadline=None)
 # A fixture would be made once for all examples
@@ -42,9 +52,9 @@ def test_pipelines_and_micro_batches(device: str, data: st.DataObject) -> None:
     scenario = data.draw(strategies.scenarios(max_layers=3, mrope=True))
     ladder = data.draw(strategies.ladders(scenario.batches()))
     num_stages = data.draw(st.integers(1, scenario.config.num_layers))
-    laws.pipeline_is_composition(scenario, num_stages, data.draw(st.integers(1, 3)), ladder, device)
-    laws.transforms_commute(scenario, num_stages, 1, ladder, device)
-    laws.microbatches_are_one(scenario, data.draw(st.integers(1, 4)), device)
+    pipeline_is_composition(scenario, num_stages, data.draw(st.integers(1, 3)), ladder, device)
+    transforms_commute(scenario, num_stages, 1, ladder, device)
+    microbatches_are_one(scenario, data.draw(st.integers(1, 4)), device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -54,4 +64,4 @@ def test_order_is_free(device: str, data: st.DataObject) -> None:
     """L17."""
     scenario = data.draw(strategies.scenarios(max_layers=2, mrope=True))
     orders = [data.draw(st.permutations(range(len(step)))) for step in scenario.moves]
-    laws.order_is_free(scenario, orders, data.draw(strategies.ladders(scenario.batches())), device)
+    order_is_free(scenario, orders, data.draw(strategies.ladders(scenario.batches())), device)

@@ -412,7 +412,7 @@ SERVING = (
     Mutant(
         "requests under way keep their pages when the parameters change",
         _VERSIONS,
-        replace("weft.proofs.laws.engine.pages", "outdate", _pages_are_kept),
+        replace("weft.proofs._laws.engine.pages", "outdate", _pages_are_kept),
     ),
     Mutant(
         "a change of the parameters that is not announced is not seen",

@@ -28,7 +28,7 @@ from weft.transforms.pipelines.parts import join, split
 from weft.transforms.pipelines.worker import Link, Worker
 
 _GRAPHS = "weft.transforms.graphs.cache"
-_COMPARE = "weft.proofs.laws.compare"
+_COMPARE = "weft.proofs._laws.compare"
 _STATE = "weft.state"
 _INPUTS = "weft.stages.inputs"
 _HEAD = "weft.stages.head"

@@ -23,7 +23,6 @@ FACES = (
     "weft.errors",
     "weft.proofs",
     "weft.proofs.strategies",
-    "weft.proofs.laws",
 )
 # Classes that are used by their methods, which the page lists too.
 USED = (

@@ -3,7 +3,7 @@
     python -m weft.proofs.evidence.runs.fuzz --requests 5000
 
 Draws engines and requests until so many were accepted, and checks each
-(`weft.proofs.laws.engine.faults`). It prints how they ended. Where the law breaks, it prints the
+(`weft.proofs._laws.engine.faults`). It prints how they ended. Where the law breaks, it prints the
 smallest case and exits with 1.
 """
 
@@ -16,8 +16,8 @@ import attrs
 import hypothesis
 from hypothesis import HealthCheck, Phase, settings
 
+from weft.proofs._laws.engine.faults import Tally, faults_end_their_own_request
 from weft.proofs.checks.difference import LawViolation
-from weft.proofs.laws.engine.faults import Tally, faults_end_their_own_request
 from weft.proofs.strategies.engine.odd import OddLoad, odd_loads
 
 # Engines a seed.

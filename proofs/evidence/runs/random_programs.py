@@ -27,10 +27,10 @@ from hypothesis import HealthCheck, Phase, settings, strategies as st
 from tqdm.auto import tqdm
 
 from weft.errors import DeviceError
+from weft.proofs._laws.captures import Tally, graph_is_eager_on_tensor_programs
+from weft.proofs._laws.compositions import compositions_mean_their_parts
 from weft.proofs.checks.difference import LawViolation
 from weft.proofs.evidence.environment import environment
-from weft.proofs.laws.captures import Tally, graph_is_eager_on_tensor_programs
-from weft.proofs.laws.compositions import compositions_mean_their_parts
 from weft.proofs.strategies.captures.tensor_programs import tensor_programs
 from weft.proofs.strategies.compositions.composition import compositions
 

@@ -10,9 +10,89 @@ import torch
 from hypothesis import strategies as st
 
 from weft.errors import ArgumentError, CaptureError, LoweredModeWarning
-from weft.proofs import laws, strategies
+from weft.proofs import strategies
+from weft.proofs._laws.captures import (
+    graph_is_eager_on_tensor_programs,
+    hazards_are_right_or_refused,
+)
+from weft.proofs._laws.compositions import compositions_mean_their_parts
+from weft.proofs._laws.derivatives import (
+    derivatives_are_of_the_step,
+    graphs_of_gradients_are_gradients,
+)
+from weft.proofs._laws.dispatch import (
+    class_is_kept,
+    dispatch_is_least,
+    nothing_is_captured_after_start,
+    own_classes_are_dispatched,
+)
+from weft.proofs._laws.engine.agreement import differences_are_refused
+from weft.proofs._laws.engine.bits import bits_are_of_the_request
+from weft.proofs._laws.engine.completions import engine_serves_as_alone, run_ahead_is_none
+from weft.proofs._laws.engine.fairness import served_in_turn
+from weft.proofs._laws.engine.faults import faults_end_their_own_request
+from weft.proofs._laws.engine.own_stages import own_stages_serve_as_alone
+from weft.proofs._laws.engine.pages import (
+    pages_are_of_the_parameters,
+    pages_are_read_by_whom_they_were_written_for,
+)
+from weft.proofs._laws.engine.requests import WAYS, order_is_free, seed_and_position_fix_the_sample
+from weft.proofs._laws.engine.serving import hosts_agree, speculation_changes_nothing, stages_agree
+from weft.proofs._laws.engine.versions import HOW, PARTS, changed_parameters_compute_all
+from weft.proofs._laws.func import (
+    TRANSFORMS,
+    functions_of_graphs_are_functions,
+    graphs_of_functions_are_functions,
+)
+from weft.proofs._laws.graph import (
+    graph_is_eager,
+    graph_is_eager_on_calls,
+    graph_is_eager_on_functions,
+    graph_is_eager_on_images,
+    graph_is_eager_on_padded_functions,
+)
+from weft.proofs._laws.loop_bodies import loop_bodies_are_pythons
+from weft.proofs._laws.loops import loops_are_python_loops
+from weft.proofs._laws.memory import dropped_graphs_are_not_in_use, memory_is_estimated
+from weft.proofs._laws.ownership import (
+    borrowed_results_are_right,
+    capture_leaves_no_trace,
+    capture_leaves_no_trace_on_functions,
+    graph_keeps_what_it_reads,
+    ownership_is_kept,
+)
+from weft.proofs._laws.padding import (
+    image_padding_is_inert,
+    padding_is_inert,
+    stage_padding_is_inert,
+)
+from weft.proofs._laws.pieces import pieces_are_the_whole, pieces_are_the_whole_on_functions
+from weft.proofs._laws.pipeline import (
+    microbatches_are_one,
+    pipeline_is_composition,
+    pipeline_is_composition_on_functions,
+    transforms_commute,
+    transforms_commute_on_functions,
+)
+from weft.proofs._laws.schedule import (
+    broken_programs_are_refused,
+    checker_is_right,
+    own_schedules_are_compositions,
+    schedules_are_right,
+)
+from weft.proofs._laws.shards import (
+    TRANSFORMS as SHARD_TRANSFORMS,
+    derivatives_of_shards_are_derivatives,
+    disagreeing_ranks_are_refused,
+    false_replicas_are_refused,
+    shards_are_the_function,
+    shards_commute,
+    shares_are_the_model,
+    shares_have_the_same_bits,
+    stages_of_shards_are_stages,
+    surroundings_of_shards_change_nothing,
+)
 from weft.proofs.checks.difference import LawViolation
-from weft.proofs.laws.engine.versions import HOW, PARTS
 from weft.proofs.strategies.engine.agreement import conversations
 from weft.proofs.strategies.engine.attention import other_attentions
 from weft.proofs.strategies.engine.drafts import Drafts, lookups, models
@@ -71,14 +151,14 @@ def _pipelined(data: st.DataObject, device: str) -> None:
     scenario = data.draw(strategies.scenarios())
     num_stages = data.draw(st.integers(1, scenario.config.num_layers))
     ladder = data.draw(st.one_of(st.none(), strategies.ladders(scenario.batches())))
-    laws.pipeline_is_composition(scenario, num_stages, data.draw(st.integers(1, 3)), ladder, device)
+    pipeline_is_composition(scenario, num_stages, data.draw(st.integers(1, 3)), ladder, device)
 
 
 def _pipelined_functions(data: st.DataObject, device: str) -> None:
     functions = data.draw(strategies.stage_lists())
     rows = data.draw(st.integers(1, 6))
     x = torch.arange(rows * 4, dtype=torch.float32).reshape(rows, 4).cos()
-    laws.pipeline_is_composition_on_functions(functions, x, data.draw(st.integers(1, 3)), device)
+    pipeline_is_composition_on_functions(functions, x, data.draw(st.integers(1, 3)), device)
 
 
 def _on_programs(
@@ -88,25 +168,23 @@ def _on_programs(
 
 
 def _microbatched(data: st.DataObject, device: str) -> None:
-    laws.microbatches_are_one(
-        data.draw(strategies.scenarios()), data.draw(st.integers(1, 4)), device
-    )
+    microbatches_are_one(data.draw(strategies.scenarios()), data.draw(st.integers(1, 4)), device)
 
 
 def _padded_functions(data: st.DataObject, device: str) -> None:
     function = data.draw(strategies.pure_functions())
     rungs = data.draw(st.sets(st.integers(1, 8), min_size=1, max_size=3))
-    laws.graph_is_eager_on_padded_functions(function, rungs, device)
+    graph_is_eager_on_padded_functions(function, rungs, device)
 
 
 def _estimated(data: st.DataObject, device: str) -> None:
-    laws.memory_is_estimated(
+    memory_is_estimated(
         data.draw(strategies.pure_functions()), data.draw(st.integers(1, 12)), device
     )
 
 
 def _dropped(data: st.DataObject, device: str) -> None:
-    laws.dropped_graphs_are_not_in_use(
+    dropped_graphs_are_not_in_use(
         data.draw(strategies.pure_functions()), data.draw(st.integers(1, 2)), device
     )
 
@@ -114,18 +192,16 @@ def _dropped(data: st.DataObject, device: str) -> None:
 def _dispatched(data: st.DataObject, device: str) -> None:
     descriptor = data.draw(strategies.descriptors())
     limits = data.draw(strategies.limits())
-    laws.dispatch_is_least(descriptor, limits, data.draw(st.sampled_from(MODES)))
+    dispatch_is_least(descriptor, limits, data.draw(st.sampled_from(MODES)))
 
 
 def _started(data: st.DataObject, device: str) -> None:
     mode = data.draw(st.sampled_from(MODES))
-    laws.nothing_is_captured_after_start(
-        data.draw(strategies.scenarios(max_layers=2)), mode, device
-    )
+    nothing_is_captured_after_start(data.draw(strategies.scenarios(max_layers=2)), mode, device)
 
 
 def _on_call_sequences(data: st.DataObject, device: str) -> None:
-    laws.graph_is_eager_on_calls(data.draw(strategies.call_sequences()), device)
+    graph_is_eager_on_calls(data.draw(strategies.call_sequences()), device)
 
 
 def _on_images(law: Callable[..., None]) -> Callable[[st.DataObject, str], None]:
@@ -140,7 +216,7 @@ def _commuted(data: st.DataObject, device: str) -> None:
     microbatches = data.draw(st.integers(1, 3))
     if microbatches > 1:
         ladder = tuple(d for d in ladder if d.is_uniform)
-    laws.transforms_commute(
+    transforms_commute(
         scenario,
         data.draw(st.integers(1, scenario.config.num_layers)),
         microbatches,
@@ -153,18 +229,18 @@ def _commuted_functions(data: st.DataObject, device: str) -> None:
     functions = data.draw(strategies.stage_lists())
     rows = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
     inputs = [torch.arange(n * 4, dtype=torch.float32).reshape(n, 4).cos() for n in rows]
-    laws.transforms_commute_on_functions(functions, inputs, data.draw(st.integers(1, 3)), device)
+    transforms_commute_on_functions(functions, inputs, data.draw(st.integers(1, 3)), device)
 
 
 def _on_kept_inputs(data: st.DataObject, device: str) -> None:
-    laws.graph_keeps_what_it_reads(
+    graph_keeps_what_it_reads(
         data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=6)), device
     )
 
 
 def _with_func(law: Callable[..., None]) -> Callable[[st.DataObject, str], None]:
     def check(data: st.DataObject, device: str) -> None:
-        transform = data.draw(st.sampled_from(sorted(laws.TRANSFORMS)))
+        transform = data.draw(st.sampled_from(sorted(TRANSFORMS)))
         law(data.draw(strategies.mappings(device)), transform)
 
     return check
@@ -172,13 +248,13 @@ def _with_func(law: Callable[..., None]) -> Callable[[st.DataObject, str], None]
 
 def _derived(data: st.DataObject, device: str) -> None:
     scenario = data.draw(strategies.scenarios(max_layers=2, max_steps=2))
-    laws.derivatives_are_of_the_step(
+    derivatives_are_of_the_step(
         scenario, data.draw(st.one_of(st.none(), st.integers(0, 63))), device
     )
 
 
 def _learned(data: st.DataObject, device: str) -> None:
-    laws.graphs_of_gradients_are_gradients(
+    graphs_of_gradients_are_gradients(
         data.draw(strategies.scenarios(max_layers=1, max_steps=2)), device
     )
 
@@ -186,9 +262,9 @@ def _learned(data: st.DataObject, device: str) -> None:
 def _sampled(data: st.DataObject, device: str) -> None:
     scenario = data.draw(strategies.scenarios(max_layers=2, sampled=True))
     ladder = data.draw(strategies.ladders(scenario.batches()))
-    way = data.draw(st.sampled_from(laws.WAYS))
+    way = data.draw(st.sampled_from(WAYS))
     stages = data.draw(st.integers(1, scenario.config.num_layers))
-    laws.seed_and_position_fix_the_sample(
+    seed_and_position_fix_the_sample(
         scenario, way, stages, data.draw(st.integers(1, 3)), ladder, device
     )
 
@@ -199,7 +275,7 @@ def _served(**options: Any) -> Callable[[st.DataObject, str], None]:
         num_stages = trace.config.num_layers - data.draw(
             st.integers(0, trace.config.num_layers - 1)
         )
-        laws.stages_agree(
+        stages_agree(
             trace, num_stages, data.draw(st.sampled_from(("none", *MODES, "none"))), device
         )
 
@@ -213,46 +289,46 @@ def _drafted(drafts: st.SearchStrategy[Drafts]) -> Callable[[st.DataObject, str]
             st.integers(0, trace.config.num_layers - 1)
         )
         mode = data.draw(st.sampled_from(("none", *MODES, "none")))
-        laws.speculation_changes_nothing(trace, num_stages, mode, device)
+        speculation_changes_nothing(trace, num_stages, mode, device)
 
     return check
 
 
 def _scheduled(data: st.DataObject, device: str) -> None:
-    laws.hosts_agree(data.draw(strategies.traces(max_layers=1)), 2, device)
+    hosts_agree(data.draw(strategies.traces(max_layers=1)), 2, device)
 
 
 def _on_conversations(data: st.DataObject, device: str) -> None:
-    laws.differences_are_refused(*data.draw(conversations()))
+    differences_are_refused(*data.draw(conversations()))
 
 
 def _on_shared_pages(data: st.DataObject, device: str) -> None:
     trace = data.draw(strategies.traces(max_layers=1, alone=0, page_sizes=(4, 8, 2, 8)))
-    laws.pages_are_read_by_whom_they_were_written_for(trace)
+    pages_are_read_by_whom_they_were_written_for(trace)
 
 
 def _changed(data: st.DataObject, device: str) -> None:
     trace = data.draw(strategies.traces(max_layers=1, alone=0, page_sizes=(4, 8, 2, 8)))
     changes = data.draw(st.sets(st.sampled_from((3, 1, 2, 5, 7, 4)), min_size=1, max_size=2))
-    laws.pages_are_of_the_parameters(trace, changes)
+    pages_are_of_the_parameters(trace, changes)
 
 
 def _changed_engine(data: st.DataObject, device: str) -> None:
     load = data.draw(loads(("none", "none", "full")))
     step = data.draw(st.sampled_from((2, 3, 1, 4, 6)))
     how = data.draw(st.sampled_from((*HOW, HOW[-1])))
-    laws.changed_parameters_compute_all(load, step, how, data.draw(st.sampled_from(PARTS)))
+    changed_parameters_compute_all(load, step, how, data.draw(st.sampled_from(PARTS)))
 
 
 def _engine(masks: bool) -> Callable[[st.DataObject, str], None]:
-    return lambda data, device: laws.engine_serves_as_alone(data.draw(loads(masks=masks)))
+    return lambda data, device: engine_serves_as_alone(data.draw(loads(masks=masks)))
 
 
 def _own_stages(data: st.DataObject, device: str) -> None:
     load = data.draw(loads(adapters=False))
     model = small_model()
     stages = data.draw(own_stages(model.config.num_layers))
-    laws.own_stages_serve_as_alone(
+    own_stages_serve_as_alone(
         load, stages, [data.draw(request_extras(model)) for _ in load.calls], device
     )
 
@@ -262,7 +338,7 @@ def _patched(data: st.DataObject, device: str) -> None:
     model = small_model()
     stages = data.draw(patched_stages(model.config.num_layers))
     patches = [data.draw(token_patches(model, len(call.prompt))) for call in load.calls]
-    laws.own_stages_serve_as_alone(load, stages, patches, device)
+    own_stages_serve_as_alone(load, stages, patches, device)
 
 
 def _attended(data: st.DataObject, device: str) -> None:
@@ -272,61 +348,61 @@ def _attended(data: st.DataObject, device: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LoweredModeWarning)
         try:
-            laws.own_stages_serve_as_alone(load, attention, [None] * len(load.calls), device)
+            own_stages_serve_as_alone(load, attention, [None] * len(load.calls), device)
         except CaptureError as error:  # a graph that its capability does not promise
             raise LawViolation(f"L21 own stages serve as alone: {error}") from error
 
 
 def _faulty(data: st.DataObject, device: str) -> None:
-    laws.faults_end_their_own_request(data.draw(odd_loads()))
+    faults_end_their_own_request(data.draw(odd_loads()))
 
 
 def _on_run_ahead(data: st.DataObject, device: str) -> None:
-    laws.run_ahead_is_none(data.draw(loads(("none", "full"))))
+    run_ahead_is_none(data.draw(loads(("none", "full"))))
 
 
 def _same_bits(data: st.DataObject, device: str) -> None:
-    laws.bits_are_of_the_request(data.draw(invariant_loads()), device)
+    bits_are_of_the_request(data.draw(invariant_loads()), device)
 
 
 def _in_turn(data: st.DataObject, device: str) -> None:
-    laws.served_in_turn(data.draw(strategies.traces(max_layers=1)))
+    served_in_turn(data.draw(strategies.traces(max_layers=1)))
 
 
 def _reordered(data: st.DataObject, device: str) -> None:
     scenario = data.draw(strategies.scenarios(max_layers=2))
     orders = [data.draw(st.permutations(range(len(step)))) for step in scenario.moves]
-    laws.order_is_free(scenario, orders, data.draw(strategies.ladders(scenario.batches())), device)
+    order_is_free(scenario, orders, data.draw(strategies.ladders(scenario.batches())), device)
 
 
 def _looped(data: st.DataObject, device: str) -> None:
-    laws.loops_are_python_loops(data.draw(strategies.loops()), device)
+    loops_are_python_loops(data.draw(strategies.loops()), device)
 
 
 def _bodies_looped(data: st.DataObject, device: str) -> None:
-    laws.loop_bodies_are_pythons(data.draw(strategies.loop_bodies()), device)
+    loop_bodies_are_pythons(data.draw(strategies.loop_bodies()), device)
 
 
 def _on_tensor_programs(data: st.DataObject, device: str) -> None:
-    laws.graph_is_eager_on_tensor_programs(data.draw(strategies.tensor_programs(device)), device)
+    graph_is_eager_on_tensor_programs(data.draw(strategies.tensor_programs(device)), device)
 
 
 def _on_hazards(data: st.DataObject, device: str) -> None:
-    laws.hazards_are_right_or_refused(data.draw(strategies.hazards(device)), device)
+    hazards_are_right_or_refused(data.draw(strategies.hazards(device)), device)
 
 
 def _composed(data: st.DataObject, device: str) -> None:
-    laws.compositions_mean_their_parts(data.draw(strategies.compositions()), device)
+    compositions_mean_their_parts(data.draw(strategies.compositions()), device)
 
 
 def _sharded(data: st.DataObject, device: str) -> None:
-    laws.shards_are_the_function(data.draw(strategies.rank_functions()).to(device))
+    shards_are_the_function(data.draw(strategies.rank_functions()).to(device))
 
 
 def _shards_transformed(data: st.DataObject, device: str) -> None:
     parts = data.draw(st.integers(1, 2))
     function = data.draw(strategies.rank_functions(multiple=parts)).to(device)
-    laws.shards_commute(function, parts, data.draw(st.integers(1, 3)))
+    shards_commute(function, parts, data.draw(st.integers(1, 3)))
 
 
 def _shards_pipelined(data: st.DataObject, device: str) -> None:
@@ -335,99 +411,95 @@ def _shards_pipelined(data: st.DataObject, device: str) -> None:
     columns = data.draw(st.integers(1, 2))
     stage = strategies.rank_functions(mesh, max_steps=4, multiple=parts, columns=columns)
     functions = data.draw(st.lists(stage, min_size=1, max_size=3))
-    laws.stages_of_shards_are_stages([function.to(device) for function in functions], parts)
+    stages_of_shards_are_stages([function.to(device) for function in functions], parts)
 
 
 def _shards_derived(data: st.DataObject, device: str) -> None:
     function = data.draw(
         strategies.rank_functions(updates=("state: functional", "state: unchanged"))
     )
-    laws.derivatives_of_shards_are_derivatives(
-        function.to(device), data.draw(st.sampled_from(sorted(laws.SHARD_TRANSFORMS)))
+    derivatives_of_shards_are_derivatives(
+        function.to(device), data.draw(st.sampled_from(sorted(SHARD_TRANSFORMS)))
     )
 
 
 def _shards_surrounded(data: st.DataObject, device: str) -> None:
-    laws.surroundings_of_shards_change_nothing(data.draw(strategies.surrounded_shards()))
+    surroundings_of_shards_change_nothing(data.draw(strategies.surrounded_shards()))
 
 
 def _ranks_disagree(data: st.DataObject, device: str) -> None:
-    laws.disagreeing_ranks_are_refused(data.draw(strategies.disagreements()))
+    disagreeing_ranks_are_refused(data.draw(strategies.disagreements()))
 
 
 def _replicas_claimed(data: st.DataObject, device: str) -> None:
-    laws.false_replicas_are_refused(data.draw(strategies.rank_functions()).to(device))
+    false_replicas_are_refused(data.draw(strategies.rank_functions()).to(device))
 
 
 def _shared(data: st.DataObject, device: str) -> None:
     scenario, num_ranks = data.draw(strategies.shared_scenarios())
     num_stages = data.draw(st.integers(1, scenario.config.num_layers))
-    laws.shares_are_the_model(scenario, num_ranks, num_stages, data.draw(st.booleans()))
+    shares_are_the_model(scenario, num_ranks, num_stages, data.draw(st.booleans()))
 
 
 def _shared_bits(data: st.DataObject, device: str) -> None:
-    laws.shares_have_the_same_bits(data.draw(strategies.cut_scenarios()))
+    shares_have_the_same_bits(data.draw(strategies.cut_scenarios()))
 
 
 LAWS = (
-    Law("L1", "graph is eager, on models", _with_ladder(laws.graph_is_eager)),
-    Law("L1", "graph is eager, on pure functions", _on_functions(laws.graph_is_eager_on_functions)),
+    Law("L1", "graph is eager, on models", _with_ladder(graph_is_eager)),
+    Law("L1", "graph is eager, on pure functions", _on_functions(graph_is_eager_on_functions)),
     Law("L1", "graph is eager, on functions under a ladder", _padded_functions),
     Law("L1", "graph is eager, on calls that differ in one thing", _on_call_sequences),
     Law("L1", "loops are Python's", _looped),
     Law("L1", "loops are Python's, on drawn bodies", _bodies_looped),
-    Law(
-        "L1", "graph is eager, on images under a ladder", _on_images(laws.graph_is_eager_on_images)
-    ),
-    Law("L2", "padding is inert", _with_ladder(laws.padding_is_inert)),
+    Law("L1", "graph is eager, on images under a ladder", _on_images(graph_is_eager_on_images)),
+    Law("L2", "padding is inert", _with_ladder(padding_is_inert)),
     Law(
         "L2",
         "padding is inert, between stages",
-        _with_ladder(laws.stage_padding_is_inert, min_layers=2),
+        _with_ladder(stage_padding_is_inert, min_layers=2),
     ),
-    Law("L2", "padding is inert, on images", _on_images(laws.image_padding_is_inert)),
+    Law("L2", "padding is inert, on images", _on_images(image_padding_is_inert)),
     Law("L3", "pipeline is composition, on models", _pipelined),
     Law("L3", "pipeline is composition, on pure functions", _pipelined_functions),
     Law("L4", "transforms commute, on models", _commuted),
     Law("L4", "transforms commute, on pure functions", _commuted_functions),
-    Law("L5", "pieces are the whole, on models", _with_ladder(laws.pieces_are_the_whole)),
+    Law("L5", "pieces are the whole, on models", _with_ladder(pieces_are_the_whole)),
     Law(
         "L5",
         "pieces are the whole, on pure functions",
-        _on_functions(laws.pieces_are_the_whole_on_functions),
+        _on_functions(pieces_are_the_whole_on_functions),
     ),
     Law("L6", "dispatch is least", _dispatched),
     Law("L6", "nothing is captured after start", _started),
-    Law("L6", "own classes are dispatched, on images", _on_images(laws.own_classes_are_dispatched)),
-    Law("L7", "class is kept", _with_ladder(laws.class_is_kept, loras=True)),
-    Law("L8", "capture leaves no trace, on models", _with_ladder(laws.capture_leaves_no_trace)),
+    Law("L6", "own classes are dispatched, on images", _on_images(own_classes_are_dispatched)),
+    Law("L7", "class is kept", _with_ladder(class_is_kept, loras=True)),
+    Law("L8", "capture leaves no trace, on models", _with_ladder(capture_leaves_no_trace)),
     Law(
         "L8",
         "capture leaves no trace, on pure functions",
-        _on_functions(laws.capture_leaves_no_trace_on_functions),
+        _on_functions(capture_leaves_no_trace_on_functions),
     ),
-    Law("L9", "ownership is kept", _with_ladder(laws.ownership_is_kept)),
-    Law("L9", "borrowed results are right", _on_functions(laws.borrowed_results_are_right)),
+    Law("L9", "ownership is kept", _with_ladder(ownership_is_kept)),
+    Law("L9", "borrowed results are right", _on_functions(borrowed_results_are_right)),
     Law("L9", "graph keeps what it reads", _on_kept_inputs),
     Law("L9", "dropped graphs are not in use", _dropped),
     Law("L9", "pages are read by whom they were written for", _on_shared_pages),
-    Law(
-        "L10", "schedules are right", _on_programs(laws.schedules_are_right, strategies.programs())
-    ),
+    Law("L10", "schedules are right", _on_programs(schedules_are_right, strategies.programs())),
     Law(
         "L10",
         "the checker is right",
-        _on_programs(laws.checker_is_right, strategies.edited_programs()),
+        _on_programs(checker_is_right, strategies.edited_programs()),
     ),
     Law(
         "L10",
         "broken programs are refused",
-        _on_programs(laws.broken_programs_are_refused, strategies.broken_programs()),
+        _on_programs(broken_programs_are_refused, strategies.broken_programs()),
     ),
     Law(
         "L10",
         "own schedules are compositions",
-        _on_programs(laws.own_schedules_are_compositions, strategies.woven_programs()),
+        _on_programs(own_schedules_are_compositions, strategies.woven_programs()),
     ),
     Law("L11", "stages agree, and requests are served as if alone", _served(), weight=0.5),
     Law("L11", "requests with adapters are served as if alone", _served(adapters=True), weight=0.5),
@@ -449,12 +521,12 @@ LAWS = (
     Law(
         "L15",
         "functions of graphs are functions",
-        _with_func(laws.functions_of_graphs_are_functions),
+        _with_func(functions_of_graphs_are_functions),
     ),
     Law(
         "L15",
         "graphs of functions are functions",
-        _with_func(laws.graphs_of_functions_are_functions),
+        _with_func(graphs_of_functions_are_functions),
     ),
     Law("L15", "derivatives are of the models' steps", _derived),
     Law("L15", "graphs of the steps' gradients are gradients", _learned, weight=0.5),
@@ -464,7 +536,7 @@ LAWS = (
     Law(
         "L18",
         "steps keep their time",
-        lambda data, _: laws.served_in_turn(data.draw(strategies.timed_traces())),
+        lambda data, _: served_in_turn(data.draw(strategies.timed_traces())),
     ),
     Law("L19", "run-ahead is none", _on_run_ahead, weight=0.5),
     Law("L20", "bits are of the request alone", _same_bits, weight=0.5),

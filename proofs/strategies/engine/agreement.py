@@ -3,7 +3,7 @@
 import attrs
 from hypothesis import strategies as st
 
-from weft.proofs.laws.engine.agreement import Asked
+from weft.proofs._laws.engine.agreement import Asked
 
 _NOTES = st.lists(
     st.tuples(st.sampled_from(("request", "abort")), st.sampled_from("abc")), max_size=3

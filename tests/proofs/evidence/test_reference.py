@@ -35,7 +35,7 @@ MADE = {
     "Graphified": "graphify",
     "LayerParams": "load, which says what it holds in words",
 }
-EVIDENCE = ("weft.proofs", "weft.proofs.strategies", "weft.proofs.laws")
+EVIDENCE = ("weft.proofs", "weft.proofs.strategies")
 PUBLIC = [(face, name) for face in FACES for name in names_of(face)]
 CALLED = [(face, name) for face, name in PUBLIC if callable(getattr(import_module(face), name))]
 OWN = [(face, name) for face, name in CALLED if face not in (*EVIDENCE, "weft.errors")]

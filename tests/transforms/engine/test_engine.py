@@ -12,7 +12,7 @@ import torch
 import weft
 from weft.batch import Batch
 from weft.errors import EngineError, LogitsError, ProgramError, RequestError
-from weft.proofs.laws.engine.completions import alone
+from weft.proofs._laws.engine.completions import alone
 from weft.proofs.strategies.engine.engines import small_adapters, small_model
 from weft.sampling import SamplingParams
 from weft.stages.model import Model

@@ -14,7 +14,7 @@ from tokenizers import decoders
 from weft.batch import EMBEDDED
 from weft.errors import LogitsError, RequestError, WeftError
 from weft.ops.sampling.logits import FLOATS
-from weft.proofs.laws.engine.completions import alone
+from weft.proofs._laws.engine.completions import alone
 from weft.proofs.strategies.engine.engines import VOCABULARY, small_model
 from weft.sampling import SamplingParams
 from weft.stages.head import head

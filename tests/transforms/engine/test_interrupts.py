@@ -15,7 +15,7 @@ import attrs
 import pytest
 
 from weft.errors import EngineError, RequestError
-from weft.proofs.laws.engine.completions import alone
+from weft.proofs._laws.engine.completions import alone
 from weft.proofs.strategies.engine.engines import small_model
 from weft.proofs.strategies.engine.interrupts import Outside, Places, press_ctrl_c, raise_outside
 from weft.sampling import SamplingParams

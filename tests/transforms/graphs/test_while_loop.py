@@ -14,7 +14,9 @@ from torch import Tensor, library
 
 import weft
 from weft.errors import CaptureError, DonatedError, ProgramError
-from weft.proofs.laws import LawViolation, loop_bodies_are_pythons, loops_are_python_loops
+from weft.proofs import LawViolation
+from weft.proofs._laws.loop_bodies import loop_bodies_are_pythons
+from weft.proofs._laws.loops import loops_are_python_loops
 from weft.proofs.strategies import Loop, LoopBody, loop_bodies, loops
 from weft.proofs.strategies.loops import Apply, Instruction, Take, operators
 from weft.torchapi.conditional_nodes import why_unavailable

@@ -21,8 +21,12 @@ from weft.effects import (
     parse_effect,
 )
 from weft.errors import ProgramError
+from weft.proofs._laws.schedule import (
+    broken_programs_are_refused,
+    checker_is_right,
+    schedules_are_right,
+)
 from weft.proofs.checks.programs_exhaustive import fault, fenced
-from weft.proofs.laws import broken_programs_are_refused, checker_is_right, schedules_are_right
 from weft.proofs.strategies import (
     FAULTS,
     Broken,

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from weft.effects import Program, Recv, Run, Schema, Send, parse_listing
 from weft.errors import ProgramError
-from weft.proofs.laws import own_schedules_are_compositions, stages_agree
+from weft.proofs._laws.engine.serving import stages_agree
+from weft.proofs._laws.schedule import own_schedules_are_compositions
 from weft.proofs.strategies import Woven, traces, woven_programs
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.microbatch import scan
@@ -268,7 +269,7 @@ def test_an_engine_runs_interleaved_stages(data: st.DataObject) -> None:
     def interleaving(stages: Any, **options: Any) -> Any:
         return pipeline(stages, schedule=interleaved(ranks), **options)
 
-    with mock.patch("weft.proofs.laws.engine.serving.pipeline", interleaving):
+    with mock.patch("weft.proofs._laws.engine.serving.pipeline", interleaving):
         stages_agree(trace, ranks * per_rank, data.draw(st.sampled_from(("none", "full"))))
 
 

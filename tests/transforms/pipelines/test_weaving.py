@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from weft.display.tables import Table
 from weft.effects import Broadcast, Program, Run
 from weft.errors import ProgramError
-from weft.proofs.laws.schedule import fewest_rounds
+from weft.proofs._laws.schedule import fewest_rounds
 from weft.transforms.pipelines.checker import check
 from weft.transforms.pipelines.schedule import Job, decode_jobs, make_programs
 from weft.transforms.pipelines.timing.costs import Costs

@@ -24,7 +24,8 @@ import weft
 from weft.arguments.checks import kind_of
 from weft.errors import CaptureError, DerivativeError, MeshError
 from weft.meshes.placements import Placement
-from weft.proofs.laws import LawViolation, surroundings_of_shards_change_nothing
+from weft.proofs import LawViolation
+from weft.proofs._laws.shards import surroundings_of_shards_change_nothing
 from weft.proofs.strategies import surrounded
 from weft.proofs.strategies.shards import RankResults, rank_results
 from weft.proofs.strategies.surrounded import SurroundedShard

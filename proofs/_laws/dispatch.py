@@ -11,8 +11,8 @@ import torch
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import declare_donated
+from weft.proofs._laws.compare import larger, whole
 from weft.proofs.checks.difference import LawViolation
-from weft.proofs.laws.compare import larger, whole
 from weft.proofs.strategies.images import ImageScenario, Resolution
 from weft.proofs.strategies.models import Scenario
 from weft.transforms.graphs.dispatch import dispatch

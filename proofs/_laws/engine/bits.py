@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from weft.batch import EMBEDDED
+from weft.proofs._laws.engine.completions import check_nothing_is_left, run
 from weft.proofs.checks.difference import LawViolation
-from weft.proofs.laws.engine.completions import check_nothing_is_left, run
 from weft.proofs.strategies.engine.engines import Call, adapters_of
 from weft.proofs.strategies.engine.invariant import MAX_LEN, InvariantLoad, invariant_model
 from weft.sampling import SamplingParams

@@ -12,8 +12,8 @@ import attrs
 import torch
 
 from weft.errors import RequestError, WeftError
+from weft.proofs._laws.engine.completions import alone, check_nothing_is_left
 from weft.proofs.checks.difference import LawViolation
-from weft.proofs.laws.engine.completions import alone, check_nothing_is_left
 from weft.proofs.serving import check_ends
 from weft.proofs.strategies.engine.engines import VOCABULARY
 from weft.proofs.strategies.engine.odd import MUTE, OddCall, OddLoad, OddMask

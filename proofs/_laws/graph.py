@@ -8,8 +8,8 @@ import torch
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone
 from weft.padding import pad, unpad
+from weft.proofs._laws.compare import larger, whole
 from weft.proofs.checks.difference import LawViolation, assert_equal
-from weft.proofs.laws.compare import larger, whole
 from weft.proofs.strategies.captures.calls import Call, called, worlds
 from weft.proofs.strategies.captures.functions import Function, Rows
 from weft.proofs.strategies.images import ImageScenario, Resolution

@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from weft.descriptor import BatchDescriptor
+from weft.proofs._laws.compare import whole
 from weft.proofs.checks.difference import assert_equal, visible
-from weft.proofs.laws.compare import whole
 from weft.proofs.strategies.captures.functions import Function
 from weft.proofs.strategies.models import Scenario
 from weft.state import advance

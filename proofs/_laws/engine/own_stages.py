@@ -7,8 +7,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.proofs._laws.engine.completions import check_nothing_is_left, run
 from weft.proofs.checks.difference import ATOL, RTOL, LawViolation
-from weft.proofs.laws.engine.completions import check_nothing_is_left, run
 from weft.proofs.strategies.engine.attention import OtherAttention
 from weft.proofs.strategies.engine.engines import Call, Load, small_model
 from weft.proofs.strategies.engine.own_stages import Extras, OwnStages

@@ -11,8 +11,8 @@ from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone, declare_donated, donates
 from weft.errors import CaptureError, DonatedError
+from weft.proofs._laws.compare import whole
 from weft.proofs.checks.difference import LawViolation, assert_equal
-from weft.proofs.laws.compare import whole
 from weft.proofs.strategies.captures.functions import Function
 from weft.proofs.strategies.models import Scenario
 from weft.transforms.graphs.graphify import graphify
