@@ -43,7 +43,7 @@ to see it again:
     import torch
     import weft
     import weft.proofs
-    from weft.proofs.strategies.captures.functions import Rows
+    from weft.proofs.strategies import Rows
     calls = [
         {
             'rows': Rows(

@@ -6,8 +6,8 @@ from typing import Protocol
 import attrs
 
 from weft.outputs import Output
+from weft.proofs._strategies.engine.traces import Trace
 from weft.proofs.checks.difference import LawViolation
-from weft.proofs.strategies.engine.traces import Trace
 from weft.transforms.engine.requests.host_state import HostState, RequestState
 from weft.transforms.engine.scheduler import add, finish, observe, schedule
 from weft.transforms.engine.steps.results import FinishedWork

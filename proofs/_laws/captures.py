@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from weft.donation import donates
 from weft.errors import WeftError
+from weft.proofs._strategies.captures.hazards import Hazard
+from weft.proofs._strategies.captures.tensor_programs import TensorProgram
 from weft.proofs.checks.difference import LawViolation, assert_equal
-from weft.proofs.strategies.captures.hazards import Hazard
-from weft.proofs.strategies.captures.tensor_programs import TensorProgram
 from weft.torchapi.private import storage_id
 from weft.transforms.graphs.graphify import graphify
 from weft.trees import tree_leaves, tree_map

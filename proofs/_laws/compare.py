@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from weft.descriptor import Descriptor
-from weft.proofs.strategies.models import Scenario
+from weft.proofs._strategies.models import Scenario
 from weft.state import advance
 from weft.transforms.pipelines.pipeline import compose
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from weft.errors import WeftError
 from weft.proofs._laws.captures import Tally, reason_of
+from weft.proofs._strategies.compositions.composition import Composition
+from weft.proofs._strategies.compositions.occasions import OCCASIONS, Subject
 from weft.proofs.checks.difference import LawViolation, find_difference
 from weft.proofs.checks.elements import Tolerance
-from weft.proofs.strategies.compositions.composition import Composition
-from weft.proofs.strategies.compositions.occasions import OCCASIONS, Subject
 from weft.torchapi.frames import clear_frames
 from weft.transforms.graphs import one_at_a_time
 from weft.trees import tree_leaves

@@ -11,8 +11,8 @@ from torch import Tensor, func
 from weft.batch import Batch
 from weft.donation import clone
 from weft.proofs._laws.compare import whole
+from weft.proofs._strategies.models import Scenario
 from weft.proofs.checks.difference import LawViolation, assert_equal, visible
-from weft.proofs.strategies.models import Scenario
 from weft.transforms.graphs.graphify import graphify
 from weft.trees import leaves_with_names, tree_leaves, tree_map
 

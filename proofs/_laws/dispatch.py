@@ -12,9 +12,9 @@ from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import declare_donated
 from weft.proofs._laws.compare import larger, whole
+from weft.proofs._strategies.images import ImageScenario, Resolution
+from weft.proofs._strategies.models import Scenario
 from weft.proofs.checks.difference import LawViolation
-from weft.proofs.strategies.images import ImageScenario, Resolution
-from weft.proofs.strategies.models import Scenario
 from weft.transforms.graphs.dispatch import dispatch
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits, make_ladder

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, func, nn
 
+from weft.proofs._strategies.captures.functions import Mapping
 from weft.proofs.checks.difference import LawViolation, assert_equal
-from weft.proofs.strategies.captures.functions import Mapping
 from weft.transforms.graphs.graphify import graphify
 
 F = Callable[[Tensor, Tensor], Tensor]

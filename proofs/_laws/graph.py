@@ -9,11 +9,11 @@ from weft.descriptor import BatchDescriptor
 from weft.donation import clone
 from weft.padding import pad, unpad
 from weft.proofs._laws.compare import larger, whole
+from weft.proofs._strategies.captures.calls import Call, called, worlds
+from weft.proofs._strategies.captures.functions import Function, Rows, counting_step
+from weft.proofs._strategies.images import ImageScenario, Resolution
+from weft.proofs._strategies.models import Scenario
 from weft.proofs.checks.difference import LawViolation, assert_equal
-from weft.proofs.strategies.captures.calls import Call, called, worlds
-from weft.proofs.strategies.captures.functions import Function, Rows
-from weft.proofs.strategies.images import ImageScenario, Resolution
-from weft.proofs.strategies.models import Scenario
 from weft.transforms.graphs.dispatch import dispatch
 from weft.transforms.graphs.graphify import graphify
 from weft.trees import tree_map
@@ -92,8 +92,10 @@ def graph_is_eager_on_padded_functions(
     All sizes share buffers, and each size comes again after the others have left their values
     there. A result contains all rows, including padding."""
 
+    counted = counting_step(function)
+
     def step(params: Any, state: Any, batch: Rows) -> tuple[Any, Any]:
-        state, out = function.counted(params, state, batch)
+        state, out = counted(params, state, batch)
         return state, (out, Rows(batch.descriptor, batch.x + batch.x.sum(0)))
 
     graph = graphify(

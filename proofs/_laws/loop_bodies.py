@@ -12,8 +12,8 @@ from torch import Tensor
 from weft.errors import WeftError
 from weft.meshes.mesh import Mesh
 from weft.meshes.placements import Replicate
+from weft.proofs._strategies.loops import Carry, LoopBody
 from weft.proofs.checks.difference import LawViolation
-from weft.proofs.strategies.loops import Carry, LoopBody
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.while_loop import while_loop
 from weft.transforms.shards.shard import shard

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from weft.donation import donates
+from weft.proofs._strategies.loops import STEPS, Loop
 from weft.proofs.checks.difference import LawViolation
-from weft.proofs.strategies.loops import STEPS, Loop
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.while_loop import while_loop
 from weft.transforms.pipelines.microbatch import scan

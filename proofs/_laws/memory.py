@@ -7,8 +7,8 @@ import torch
 
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone
+from weft.proofs._strategies.captures.functions import Function, Rows, counting_step
 from weft.proofs.checks.difference import LawViolation, assert_equal
-from weft.proofs.strategies.captures.functions import Function, Rows
 from weft.transforms.graphs.graphify import graphify
 from weft.trees import tree_map
 
@@ -21,7 +21,7 @@ def memory_is_estimated(function: Function, classes: int, device: str = "cpu") -
     estimating changes nothing."""
 
     ladder = [BatchDescriptor(n, n) for n in range(classes, 0, -1)]
-    graph = graphify(function.counted, ladder=ladder, donate_argnames="state")
+    graph = graphify(counting_step(function), ladder=ladder, donate_argnames="state")
     params = function.params.to(device)
     state = tree_map(lambda x: x.to(device), function.state)
     x = function.inputs[0][:1].to(device)

@@ -12,9 +12,9 @@ from weft.descriptor import BatchDescriptor
 from weft.donation import clone, declare_donated, donates
 from weft.errors import CaptureError, DonatedError
 from weft.proofs._laws.compare import whole
+from weft.proofs._strategies.captures.functions import Function
+from weft.proofs._strategies.models import Scenario
 from weft.proofs.checks.difference import LawViolation, assert_equal
-from weft.proofs.strategies.captures.functions import Function
-from weft.proofs.strategies.models import Scenario
 from weft.transforms.graphs.graphify import graphify
 from weft.trees import tree_map
 

@@ -10,9 +10,9 @@ from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.padding import pad, unpad
 from weft.proofs._laws.compare import larger, whole
+from weft.proofs._strategies.images import ImageScenario, Resolution
+from weft.proofs._strategies.models import Scenario
 from weft.proofs.checks.difference import LawViolation, assert_equal, visible
-from weft.proofs.strategies.images import ImageScenario, Resolution
-from weft.proofs.strategies.models import Scenario
 from weft.state import State
 from weft.trees import tree_map
 

@@ -6,9 +6,9 @@ from weft.descriptor import BatchDescriptor
 from weft.donation import clone
 from weft.padding import pad, unpad
 from weft.proofs._laws.compare import whole
+from weft.proofs._strategies.captures.functions import Function
+from weft.proofs._strategies.models import Scenario
 from weft.proofs.checks.difference import LawViolation, assert_equal
-from weft.proofs.strategies.captures.functions import Function
-from weft.proofs.strategies.models import Scenario
 from weft.transforms.graphs.graphify import graphify, piecewise
 from weft.trees import tree_map
 

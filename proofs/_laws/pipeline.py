@@ -7,9 +7,9 @@ from torch import Tensor
 
 from weft.descriptor import BatchDescriptor
 from weft.proofs._laws.compare import whole
+from weft.proofs._strategies.captures.functions import Function
+from weft.proofs._strategies.models import Scenario
 from weft.proofs.checks.difference import assert_equal, visible
-from weft.proofs.strategies.captures.functions import Function
-from weft.proofs.strategies.models import Scenario
 from weft.state import advance
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.microbatch import microbatch

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from weft.effects import Broadcast, Effect, Fence, Program, Run
 from weft.errors import ProgramError
+from weft.proofs._strategies.programs import Broken, Scheduled
+from weft.proofs._strategies.schedules import Woven
 from weft.proofs.checks.difference import LawViolation
 from weft.proofs.checks.programs_exhaustive import fault, fenced
-from weft.proofs.strategies.programs import Broken, Scheduled
-from weft.proofs.strategies.schedules import Woven
 from weft.transforms.pipelines.checker import check
 from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.schedule import Job

@@ -14,14 +14,14 @@ from weft.effects import listing, parse_listing
 from weft.errors import CaptureError, DerivativeError, MeshError, ProgramError
 from weft.meshes.mesh import Mesh
 from weft.meshes.placements import PerRank, Placements, Replicate
+from weft.proofs._strategies.engine.adapters import hold_adapters
+from weft.proofs._strategies.models import Scenario
+from weft.proofs._strategies.shards import Disagreement, RankFunction, as_stage
+from weft.proofs._strategies.shares import CutScenario
+from weft.proofs._strategies.surrounded import FIRST_CALLS, HOLDERS, LATER_CALLS, SurroundedShard
 from weft.proofs.checks.difference import LawViolation, assert_equal, find_difference, visible
-from weft.proofs.strategies.engine.adapters import hold_adapters
-from weft.proofs.strategies.models import Scenario
-from weft.proofs.strategies.shards import Disagreement, RankFunction, as_stage
-from weft.proofs.strategies.shares import CutScenario
-from weft.proofs.strategies.surrounded import FIRST_CALLS, HOLDERS, LATER_CALLS, SurroundedShard
 from weft.stages.decoder import decoder_stage
-from weft.stages.layout import StageLayout
+from weft.stages.layout import StageLayout, split_layers
 from weft.stages.params import DecoderParams
 from weft.stages.random_weights import random_params
 from weft.stages.shares import AXIS, Share, TensorRanks, share_config
@@ -43,8 +43,10 @@ def shards_are_the_function(function: RankFunction) -> None:
     back."""
     sharded = function.sharded()
     steps: dict[str, Step] = {"shards": sharded}
-    if not function.depends_on_the_mesh:
-        steps["one rank"] = function.sharded(mesh=function.on_one_rank())
+    names_places = any(step.startswith("ppermute") for step in function.code)
+    if not names_places:  # a function of ranks' places is another one on another mesh
+        one_rank = Mesh(**dict.fromkeys(function.mesh.sizes, 1))
+        steps["one rank"] = function.sharded(mesh=one_rank)
     states = {name: clone(function.state) for name in steps}
     expected = clone(function.state)
     for x in function.inputs:
@@ -100,7 +102,7 @@ def stages_of_shards_are_stages(functions: Sequence[RankFunction], microbatches:
     plain = pipeline(
         [as_stage(function.whole) for function in functions], microbatches=microbatches
     )
-    stages = [function.stage() for function in functions]
+    stages = [as_stage(function.sharded()) for function in functions]
     steps: dict[str, Step] = {
         "pipeline": pipeline(stages, microbatches=microbatches),
         "graph of a pipeline": graphify(pipeline(stages, microbatches=microbatches)),
@@ -344,7 +346,7 @@ def _shared(cut: CutScenario, num_ranks: int) -> tuple[Step, Any, Any]:
     scenario = cut.scenario
     config = cut.scenario.config
     mesh = Mesh(**{AXIS: num_ranks})
-    layouts = scenario.layouts(cut.num_stages)
+    layouts = split_layers(config.num_layers, cut.num_stages)
     rank_config = share_config(config, num_ranks)
     is_cut = cut.leaves > 1
     if num_ranks > 1:

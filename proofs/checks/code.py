@@ -22,7 +22,16 @@ from weft.proofs.checks.elements import has_no_numbers
 # The most elements of a tensor that are printed, unless all are the same.
 MOST_PRINTED = 256
 _WIDTH = 100
-_FACE = sys.modules["weft"]
+# The public modules, which show names of others. They are looked up when a name is written, because
+# some of them import this module.
+_FACES = (
+    "weft",
+    "weft.transforms",
+    "weft.transforms.engine",
+    "weft.stages",
+    "weft.proofs",
+    "weft.proofs.strategies",
+)
 _PLAIN = (type(None), bool, int, str, bytes, type(...))
 
 
@@ -94,14 +103,15 @@ class Writer:
         """The name of a class or function: imported by the code, or defined in the user's own code."""
         name = thing.__qualname__
         module = thing.__module__
-        if name in _FACE.__all__ and getattr(_FACE, name) is thing:
+        face = _face_of(thing)
+        if face == "weft":
             self.imports.add("import weft")
             return f"weft.{name}"
         if module in ("builtins", "__main__") or "<" in name:
             if module != "builtins":
                 self.remarks.append(f"{name.rpartition('.')[2]} is of your own code ({module})")
             return str(name.rpartition(".")[2])
-        self.imports.add(f"from {module} import {name.partition('.')[0]}")
+        self.imports.add(f"from {face or module} import {name.partition('.')[0]}")
         return str(name)
 
     def _fields(self, value: Any) -> Code:
@@ -185,6 +195,11 @@ def to_code(value: Any, name: str = "value", folder: Path | None = None) -> str:
     A tensor of more than 256 elements that are not all the same is saved to a file, which the code
     loads. A value of any other type becomes `...`, with a remark that says what belongs there.
 
+    Args:
+        value: the value.
+        name: its name in the statements.
+        folder: where large tensors are saved; None: a new temporary folder.
+
     >>> print(to_code({"h": torch.zeros(2, 3), "x": torch.tensor([0.1, float("nan")])}))
     import torch
     value = {'h': torch.zeros(2, 3), 'x': torch.tensor([0.1, float('nan')])}
@@ -194,6 +209,18 @@ def to_code(value: Any, name: str = "value", folder: Path | None = None) -> str:
     descriptor = weft.BatchDescriptor(num_tokens=3, num_reqs=3, query_len=1)
     """
     return Writer().block([(name, value)], folder)
+
+
+def _face_of(thing: Any) -> str | None:
+    """The public module that shows a class or function; None if none does."""
+    name = thing.__qualname__
+    if not thing.__module__.startswith("weft."):
+        return None
+    for face in _FACES:
+        module = sys.modules.get(face)
+        if module is not None and name in module.__all__ and getattr(module, name) is thing:
+            return face
+    return None
 
 
 def _keyed(key: str, code: Code) -> Code:

@@ -111,6 +111,10 @@ def find_difference(
     device and elements of tensors (and of numpy arrays). Other leaves are compared as in the keys
     of graphs (`weft.value_keys`): 1 equals neither 1.0 nor True.
 
+    Args:
+        actual, expected: trees of tensors and other values.
+        tolerance: of floating-point elements. None: bitwise, where NaN equals NaN.
+
     >>> print(find_difference({"h": torch.tensor([1.0, 2.0])}, {"h": torch.tensor([1.0, 2.5])}))
     ['h'][1]: 2.0 against 2.5
     """

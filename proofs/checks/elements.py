@@ -19,6 +19,7 @@ class Tolerance:
     dtypes must be equal.
 
     Args:
+        atol, rtol: the absolute and the relative tolerance.
         equal_nan: whether NaN equals NaN, whatever the bits.
     """
 

@@ -14,7 +14,7 @@ import weft
 from weft import donation
 from weft.donation import clone
 from weft.proofs import assert_equal
-from weft.proofs.strategies.captures.tensor_programs import ALIASES
+from weft.proofs._strategies.captures.tensor_programs import ALIASES
 
 # Views whose memory is not what it seems, beside the ways in which arguments alias.
 LAZY = ("{base}.conj()", "torch.imag({base}.conj())", "{base}.view(torch.uint8)", "{base}[:0]")

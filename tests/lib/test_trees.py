@@ -21,7 +21,7 @@ from weft.errors import DescriptorError, TreeError
 from weft.outputs import Output
 from weft.padding import pad, unpad
 from weft.proofs import assert_equal
-from weft.proofs.strategies.tree_classes import (
+from weft.proofs._strategies.tree_classes import (
     CLASS_OPTIONS,
     CLASS_OPTIONS_NOT_DRAWN,
     FIELD_OPTIONS,

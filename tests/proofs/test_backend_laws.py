@@ -15,9 +15,10 @@ from weft.padding import pad, unpad
 from weft.proofs._laws.compare import larger, whole
 from weft.proofs._laws.padding import _garbage_scratch, _garbage_tail
 from weft.proofs.checks.difference import assert_equal, visible
-from weft.proofs.strategies.models import Scenario, scenarios
+from weft.proofs.strategies import Scenario, scenarios
 from weft.stages.custom.functions import StageFunctions
 from weft.stages.decoder import decoder_stage
+from weft.stages.layout import split_layers
 from weft.stages.params import slice_params
 from weft.stages.random_weights import random_params
 from weft.state import State
@@ -47,19 +48,20 @@ class OfBackend(Scenario):
 
     def stages(self, num_stages: int, device: torch.device | str = "cpu") -> list[Any]:
         backend = BACKENDS[self.backend]
-        layouts = self.layouts(num_stages)
+        layouts = split_layers(self.config.num_layers, num_stages)
         return [
             decoder_stage(self.config, x, keep_logits=True, attend=backend, device=device)
             for x in layouts
         ]
 
     def params(self, num_stages: int, device: torch.device | str = "cpu") -> tuple[Any, ...]:
-        (every,) = self.layouts(1)
+        (every,) = split_layers(self.config.num_layers, 1)
         params = random_params(
             self.config, every, seed=self.seed, device="cpu", dtype=torch.bfloat16, std=0.1
         )
         params = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, params)
-        return tuple(slice_params(params, layout) for layout in self.layouts(num_stages))
+        layouts = split_layers(self.config.num_layers, num_stages)
+        return tuple(slice_params(params, layout) for layout in layouts)
 
     def state(
         self, num_stages: int, device: torch.device | str = "cpu", poison: float = 0.0

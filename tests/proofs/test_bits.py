@@ -13,14 +13,14 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from weft.batch import EMBEDDED
 from weft.proofs import LawViolation
 from weft.proofs._laws.engine.bits import bits_are_of_the_request
-from weft.proofs.evidence.mutants.bits import BITS
-from weft.proofs.evidence.mutants.mutant import replace
-from weft.proofs.strategies.engine.invariant import (
+from weft.proofs._strategies.engine.invariant import (
     INVARIANT_MODELS,
     InvariantLoad,
     invariant_loads,
     invariant_model,
 )
+from weft.proofs.evidence.mutants.bits import BITS
+from weft.proofs.evidence.mutants.mutant import replace
 from weft.stages.architectures import ARCHITECTURES
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.transports.launch import launch

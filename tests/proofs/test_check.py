@@ -23,11 +23,11 @@ from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.errors import CheckError
 from weft.extras import install_command
+from weft.proofs._strategies.caches import KEPT, Caching, caching, cachings
 from weft.proofs.checks.check import check
 from weft.proofs.checks.equivalence import Counterexample
 from weft.proofs.checks.fresh import FreshProcesses
 from weft.proofs.strategies import Rows, pure_functions, scenarios, tensors
-from weft.proofs.strategies.caches import KEPT, Caching, caching, cachings
 from weft.state import advance
 from weft.transforms.pipelines.pipeline import compose
 from weft.trees import axes, descriptor_field, pytree

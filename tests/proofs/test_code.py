@@ -100,9 +100,8 @@ def test_what_code_looks_like() -> None:
     rows = Rows(BatchDescriptor(1, 1), torch.tensor([2.0]))
     assert (
         to_code(rows, "rows")
-        == "import torch\nimport weft\nfrom weft.proofs.strategies.captures.functions import"
-        " Rows\nrows = Rows(descriptor=weft.BatchDescriptor(num_tokens=1, num_reqs=1),"
-        " x=torch.tensor([2.0]))"
+        == "import torch\nimport weft\nfrom weft.proofs.strategies import Rows\nrows ="
+        " Rows(descriptor=weft.BatchDescriptor(num_tokens=1, num_reqs=1), x=torch.tensor([2.0]))"
     )
     x = torch.arange(6).view(2, 3).t()
     assert (

@@ -20,11 +20,15 @@ from weft.effects import Effect
 from weft.proofs import LawViolation
 from weft.proofs._laws.captures import Tally
 from weft.proofs._laws.compositions import compositions_mean_their_parts
-from weft.proofs.strategies import Body, Composition, compositions
-from weft.proofs.strategies.compositions.bodies import OPERATIONS, World
-from weft.proofs.strategies.compositions.composition import MAX_DEPTH, ROWS
-from weft.proofs.strategies.compositions.layers import LAYERS
-from weft.proofs.strategies.compositions.occasions import OCCASIONS
+from weft.proofs._strategies.compositions.bodies import OPERATIONS, Body, World
+from weft.proofs._strategies.compositions.composition import (
+    MAX_DEPTH,
+    ROWS,
+    Composition,
+    compositions,
+)
+from weft.proofs._strategies.compositions.layers import LAYERS
+from weft.proofs._strategies.compositions.occasions import OCCASIONS
 from weft.transforms.graphs.backends.audit import Audit
 
 # Public names that take functions or surround calls, and are no layer of their own, with the

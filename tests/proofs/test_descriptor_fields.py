@@ -86,7 +86,7 @@ class Wider(BatchDescriptor):
 @contextmanager
 def instead(cls: type) -> Iterator[None]:
     homes = (
-        "weft.proofs.strategies.classes",
+        "weft.proofs._strategies.classes",
         "weft.transforms.graphs.ladder",
         "weft.proofs.evidence.solver.dispatch_proof",
     )

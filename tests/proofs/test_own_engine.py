@@ -12,9 +12,9 @@ from hypothesis import Phase, settings
 import weft
 from weft.errors import CheckError, RequestError
 from weft.proofs import CompletionRequest, LawViolation, engine_machine
+from weft.proofs._strategies.engine.engines import small_adapters, small_model
 from weft.proofs.checks.engine_machine import EngineMachine
 from weft.proofs.evidence.mutants import MUTANTS
-from weft.proofs.strategies.engine.engines import small_adapters, small_model
 from weft.stages.config import parse_config
 from weft.stages.layout import split_layers
 from weft.stages.model import Model

@@ -17,7 +17,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
 )
 
 from weft.errors import CheckpointNotFoundError, ConfigError
-from weft.proofs.strategies.models import moe_fields, window_fields
+from weft.proofs._strategies.models import moe_fields, window_fields
 from weft.stages.attention.rope import Rope
 from weft.stages.checkpoints.formats import load_config
 from weft.stages.config import MoeConfig

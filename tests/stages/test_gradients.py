@@ -34,8 +34,7 @@ from torch import Tensor, nn
 import weft
 from weft.batch import Batch
 from weft.errors import DerivativeError
-from weft.proofs.strategies import ARCHITECTURES, ROPES
-from weft.proofs.strategies.models import moe_fields, window_fields
+from weft.proofs._strategies.models import ARCHITECTURES, ROPES, moe_fields, window_fields
 from weft.stages.adapters.slots import stage_params
 from weft.stages.config import parse_config
 from weft.stages.drafters.drafting import model_drafter

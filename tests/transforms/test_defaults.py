@@ -15,7 +15,7 @@ from torch import Tensor
 import weft
 import weft.transforms
 from weft.errors import ProgramError
-from weft.proofs.strategies.compositions.layers import LAYERS
+from weft.proofs._strategies.compositions.layers import LAYERS
 from weft.transforms.pipelines.schedule import make_programs
 
 X = torch.arange(4.0)

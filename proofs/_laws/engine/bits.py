@@ -12,9 +12,9 @@ from torch import Tensor
 
 from weft.batch import EMBEDDED
 from weft.proofs._laws.engine.completions import check_nothing_is_left, run
+from weft.proofs._strategies.engine.engines import Call, adapters_of
+from weft.proofs._strategies.engine.invariant import MAX_LEN, InvariantLoad, invariant_model
 from weft.proofs.checks.difference import LawViolation
-from weft.proofs.strategies.engine.engines import Call, adapters_of
-from weft.proofs.strategies.engine.invariant import MAX_LEN, InvariantLoad, invariant_model
 from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.completion import CompletionState

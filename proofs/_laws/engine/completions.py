@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 import attrs
 from torch import Tensor
 
+from weft.proofs._strategies.engine.engines import Half, Load, small_adapters, small_model
 from weft.proofs.checks.difference import LawViolation
 from weft.proofs.serving import check_ends
-from weft.proofs.strategies.engine.engines import Half, Load, small_adapters, small_model
 from weft.sampling import SamplingParams
 from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.engine import Engine

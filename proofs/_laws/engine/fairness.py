@@ -5,9 +5,9 @@ import itertools
 from collections.abc import Sequence
 
 from weft.batch import LAST_TOKEN
+from weft.proofs._strategies.engine.traces import Trace
 from weft.proofs.checks.difference import LawViolation
 from weft.proofs.serving import happen, read_made_up
-from weft.proofs.strategies.engine.traces import Trace
 from weft.transforms.engine.requests.host_state import HostState, RequestState
 from weft.transforms.engine.requests.step_time import StepTime
 from weft.transforms.engine.scheduler import schedule

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from weft.proofs._laws.engine.completions import check_nothing_is_left, run
+from weft.proofs._strategies.engine.attention import OtherAttention
+from weft.proofs._strategies.engine.engines import Call, Load, small_model
+from weft.proofs._strategies.engine.own_stages import Extras, OwnStages
 from weft.proofs.checks.difference import ATOL, RTOL, LawViolation
-from weft.proofs.strategies.engine.attention import OtherAttention
-from weft.proofs.strategies.engine.engines import Call, Load, small_model
-from weft.proofs.strategies.engine.own_stages import Extras, OwnStages
 from weft.stages.model import Model
 from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.engine import Engine

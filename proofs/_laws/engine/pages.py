@@ -6,9 +6,9 @@ from collections.abc import Collection
 import attrs
 
 from weft.batch import LAST_TOKEN
+from weft.proofs._strategies.engine.traces import Trace
 from weft.proofs.checks.difference import LawViolation
 from weft.proofs.serving import check_ends, happen, read_made_up
-from weft.proofs.strategies.engine.traces import Trace
 from weft.transforms.engine.requests.host_state import HostState
 from weft.transforms.engine.scheduler import outdate, schedule
 from weft.transforms.engine.steps.step import Work

@@ -12,8 +12,8 @@ from weft.descriptor import BatchDescriptor
 from weft.ops.sampling.sample import sample_rows
 from weft.outputs import Output
 from weft.proofs._laws.compare import whole
+from weft.proofs._strategies.models import Move, Scenario
 from weft.proofs.checks.difference import LawViolation, assert_equal, visible
-from weft.proofs.strategies.models import Move, Scenario
 from weft.sampling_table import SamplingTable, write_rows
 from weft.state import advance
 from weft.transforms.graphs.graphify import graphify

@@ -8,9 +8,9 @@ import attrs
 import torch
 
 from weft.batch import LAST_TOKEN, Batch
+from weft.proofs._strategies.engine.traces import Trace
 from weft.proofs.checks.difference import LawViolation, assert_equal
 from weft.proofs.serving import Window, serve
-from weft.proofs.strategies.engine.traces import Trace
 from weft.stages.layout import empty_states
 from weft.state import State, admit, advance
 from weft.transforms.engine.requests.host_state import Request

@@ -8,8 +8,8 @@ import torch
 
 from weft.donation import clone
 from weft.proofs._laws.engine.completions import alone, check_nothing_is_left, run
+from weft.proofs._strategies.engine.engines import Call, Load, adapters_of, small_model
 from weft.proofs.checks.difference import LawViolation
-from weft.proofs.strategies.engine.engines import Call, Load, adapters_of, small_model
 from weft.stages.adapters.adapter import Adapter
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine

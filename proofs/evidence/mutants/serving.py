@@ -307,7 +307,7 @@ _TIME = find("L18", "time")
 _VERSIONS, _CHANGED = find("L23", "pages"), find("L23", "changed")
 _ON_ENGINE = "weft.transforms.engine.engine"
 _OUTPUTS = "weft.transforms.engine.outputs"
-_LOADS = "weft.proofs.strategies.engine.engines"
+_LOADS = "weft.proofs._strategies.engine.engines"
 
 SERVING = (
     Mutant(

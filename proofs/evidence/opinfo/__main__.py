@@ -16,10 +16,10 @@ import torch
 from tqdm.auto import tqdm
 
 from weft.errors import DeviceError
+from weft.proofs._strategies.operator_samples import DTYPES, TRANSFORMS
 from weft.proofs.evidence.environment import environment
 from weft.proofs.evidence.opinfo.record import FAULTS, Record
 from weft.proofs.evidence.opinfo.workers import Settings, run_all, tasks
-from weft.proofs.strategies.operator_samples import DTYPES, TRANSFORMS
 
 
 def settings_of(arguments: Sequence[str] | None = None) -> tuple[Settings, Path]:

@@ -5,9 +5,9 @@ from typing import Any
 
 import attrs
 
+from weft.proofs._strategies.operator_samples import Case
 from weft.proofs.checks.difference import find_difference
 from weft.proofs.checks.elements import Tolerance
-from weft.proofs.strategies.operator_samples import Case
 
 # The relative and absolute tolerance of sums whose order varies.
 _TOLERANCES = {"float32": 1e-3, "complex64": 1e-3, "bfloat16": 2e-1}

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from weft.errors import WeftError
+from weft.proofs._strategies.operator_samples import Case, cases, copies, seed_all
 from weft.proofs.checks.difference import find_difference
 from weft.proofs.evidence.opinfo.causes import causes_of
-from weft.proofs.strategies.operator_samples import Case, cases, copies, seed_all
 from weft.transforms.graphs.graphify import graphify
 from weft.trees import leaves_with_names
 

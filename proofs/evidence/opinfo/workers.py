@@ -11,8 +11,8 @@ from typing import Any
 import attrs
 import torch
 
+from weft.proofs._strategies.operator_samples import NoSamplesError, full_name
 from weft.proofs.evidence.opinfo.outcome import Outcome, outcomes
-from weft.proofs.strategies.operator_samples import NoSamplesError, full_name
 from weft.torchapi.operator_database import operator_database
 
 # Seconds after which an operator counts as hung, and its process is ended.

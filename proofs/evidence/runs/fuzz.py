@@ -17,8 +17,8 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, settings
 
 from weft.proofs._laws.engine.faults import Tally, faults_end_their_own_request
+from weft.proofs._strategies.engine.odd import OddLoad, odd_loads
 from weft.proofs.checks.difference import LawViolation
-from weft.proofs.strategies.engine.odd import OddLoad, odd_loads
 
 # Engines a seed.
 _AT_ONCE = 40

@@ -3,10 +3,9 @@
     python -m weft.proofs.evidence.runs.random_programs --law L24 --programs 20000 --out
     proofs/results
 
-Draws programs of tensors for law L24 (`weft.proofs.strategies.tensor_programs`), or nests of
-transforms for law L25 (`compositions`), checks the law on each, and writes a record: how many there
-were, what weft refused and how often, and the smallest case of each difference. It exits with 1 if
-there is one.
+Draws programs of tensors for law L24 (`tensor_programs`), or nests of transforms for law L25
+(`compositions`), checks the law on each, and writes a record: how many there were, what weft
+refused and how often, and the smallest case of each difference. It exits with 1 if there is one.
 """
 
 import argparse
@@ -29,10 +28,10 @@ from tqdm.auto import tqdm
 from weft.errors import DeviceError
 from weft.proofs._laws.captures import Tally, graph_is_eager_on_tensor_programs
 from weft.proofs._laws.compositions import compositions_mean_their_parts
+from weft.proofs._strategies.captures.tensor_programs import tensor_programs
+from weft.proofs._strategies.compositions.composition import compositions
 from weft.proofs.checks.difference import LawViolation
 from weft.proofs.evidence.environment import environment
-from weft.proofs.strategies.captures.tensor_programs import tensor_programs
-from weft.proofs.strategies.compositions.composition import compositions
 
 
 @attrs.frozen

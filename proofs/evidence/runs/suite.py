@@ -92,19 +92,31 @@ from weft.proofs._laws.shards import (
     stages_of_shards_are_stages,
     surroundings_of_shards_change_nothing,
 )
-from weft.proofs.checks.difference import LawViolation
-from weft.proofs.strategies.engine.agreement import conversations
-from weft.proofs.strategies.engine.attention import other_attentions
-from weft.proofs.strategies.engine.drafts import Drafts, lookups, models
-from weft.proofs.strategies.engine.engines import loads, small_model
-from weft.proofs.strategies.engine.invariant import invariant_loads
-from weft.proofs.strategies.engine.odd import odd_loads
-from weft.proofs.strategies.engine.own_stages import (
+from weft.proofs._strategies.captures.calls import call_sequences
+from weft.proofs._strategies.captures.hazards import hazards
+from weft.proofs._strategies.captures.tensor_programs import tensor_programs
+from weft.proofs._strategies.compositions.composition import compositions
+from weft.proofs._strategies.engine.agreement import conversations
+from weft.proofs._strategies.engine.attention import other_attentions
+from weft.proofs._strategies.engine.drafts import Drafts, lookups, models
+from weft.proofs._strategies.engine.engines import loads, small_model
+from weft.proofs._strategies.engine.invariant import invariant_loads
+from weft.proofs._strategies.engine.odd import odd_loads
+from weft.proofs._strategies.engine.own_stages import (
     own_stages,
     patched_stages,
     request_extras,
     token_patches,
 )
+from weft.proofs._strategies.engine.traces import timed_traces, traces
+from weft.proofs._strategies.images import image_scenarios, resolution_ladders
+from weft.proofs._strategies.loops import loop_bodies, loops
+from weft.proofs._strategies.programs import broken_programs, edited_programs
+from weft.proofs._strategies.schedules import woven_programs
+from weft.proofs._strategies.shards import disagreements
+from weft.proofs._strategies.shares import cut_scenarios, shared_scenarios
+from weft.proofs._strategies.surrounded import surrounded_shards
+from weft.proofs.checks.difference import LawViolation
 from weft.transforms.graphs.ladder import MODES
 
 
@@ -201,12 +213,12 @@ def _started(data: st.DataObject, device: str) -> None:
 
 
 def _on_call_sequences(data: st.DataObject, device: str) -> None:
-    graph_is_eager_on_calls(data.draw(strategies.call_sequences()), device)
+    graph_is_eager_on_calls(data.draw(call_sequences()), device)
 
 
 def _on_images(law: Callable[..., None]) -> Callable[[st.DataObject, str], None]:
     return lambda data, device: law(
-        data.draw(strategies.image_scenarios()), data.draw(strategies.resolution_ladders()), device
+        data.draw(image_scenarios()), data.draw(resolution_ladders()), device
     )
 
 
@@ -271,7 +283,7 @@ def _sampled(data: st.DataObject, device: str) -> None:
 
 def _served(**options: Any) -> Callable[[st.DataObject, str], None]:
     def check(data: st.DataObject, device: str) -> None:
-        trace = data.draw(strategies.traces(**options))
+        trace = data.draw(traces(**options))
         num_stages = trace.config.num_layers - data.draw(
             st.integers(0, trace.config.num_layers - 1)
         )
@@ -284,7 +296,7 @@ def _served(**options: Any) -> Callable[[st.DataObject, str], None]:
 
 def _drafted(drafts: st.SearchStrategy[Drafts]) -> Callable[[st.DataObject, str], None]:
     def check(data: st.DataObject, device: str) -> None:
-        trace = data.draw(strategies.traces(drafts=drafts))
+        trace = data.draw(traces(drafts=drafts))
         num_stages = trace.config.num_layers - data.draw(
             st.integers(0, trace.config.num_layers - 1)
         )
@@ -295,7 +307,7 @@ def _drafted(drafts: st.SearchStrategy[Drafts]) -> Callable[[st.DataObject, str]
 
 
 def _scheduled(data: st.DataObject, device: str) -> None:
-    hosts_agree(data.draw(strategies.traces(max_layers=1)), 2, device)
+    hosts_agree(data.draw(traces(max_layers=1)), 2, device)
 
 
 def _on_conversations(data: st.DataObject, device: str) -> None:
@@ -303,12 +315,12 @@ def _on_conversations(data: st.DataObject, device: str) -> None:
 
 
 def _on_shared_pages(data: st.DataObject, device: str) -> None:
-    trace = data.draw(strategies.traces(max_layers=1, alone=0, page_sizes=(4, 8, 2, 8)))
+    trace = data.draw(traces(max_layers=1, alone=0, page_sizes=(4, 8, 2, 8)))
     pages_are_read_by_whom_they_were_written_for(trace)
 
 
 def _changed(data: st.DataObject, device: str) -> None:
-    trace = data.draw(strategies.traces(max_layers=1, alone=0, page_sizes=(4, 8, 2, 8)))
+    trace = data.draw(traces(max_layers=1, alone=0, page_sizes=(4, 8, 2, 8)))
     changes = data.draw(st.sets(st.sampled_from((3, 1, 2, 5, 7, 4)), min_size=1, max_size=2))
     pages_are_of_the_parameters(trace, changes)
 
@@ -366,7 +378,7 @@ def _same_bits(data: st.DataObject, device: str) -> None:
 
 
 def _in_turn(data: st.DataObject, device: str) -> None:
-    served_in_turn(data.draw(strategies.traces(max_layers=1)))
+    served_in_turn(data.draw(traces(max_layers=1)))
 
 
 def _reordered(data: st.DataObject, device: str) -> None:
@@ -376,23 +388,23 @@ def _reordered(data: st.DataObject, device: str) -> None:
 
 
 def _looped(data: st.DataObject, device: str) -> None:
-    loops_are_python_loops(data.draw(strategies.loops()), device)
+    loops_are_python_loops(data.draw(loops()), device)
 
 
 def _bodies_looped(data: st.DataObject, device: str) -> None:
-    loop_bodies_are_pythons(data.draw(strategies.loop_bodies()), device)
+    loop_bodies_are_pythons(data.draw(loop_bodies()), device)
 
 
 def _on_tensor_programs(data: st.DataObject, device: str) -> None:
-    graph_is_eager_on_tensor_programs(data.draw(strategies.tensor_programs(device)), device)
+    graph_is_eager_on_tensor_programs(data.draw(tensor_programs(device)), device)
 
 
 def _on_hazards(data: st.DataObject, device: str) -> None:
-    hazards_are_right_or_refused(data.draw(strategies.hazards(device)), device)
+    hazards_are_right_or_refused(data.draw(hazards(device)), device)
 
 
 def _composed(data: st.DataObject, device: str) -> None:
-    compositions_mean_their_parts(data.draw(strategies.compositions()), device)
+    compositions_mean_their_parts(data.draw(compositions()), device)
 
 
 def _sharded(data: st.DataObject, device: str) -> None:
@@ -424,11 +436,11 @@ def _shards_derived(data: st.DataObject, device: str) -> None:
 
 
 def _shards_surrounded(data: st.DataObject, device: str) -> None:
-    surroundings_of_shards_change_nothing(data.draw(strategies.surrounded_shards()))
+    surroundings_of_shards_change_nothing(data.draw(surrounded_shards()))
 
 
 def _ranks_disagree(data: st.DataObject, device: str) -> None:
-    disagreeing_ranks_are_refused(data.draw(strategies.disagreements()))
+    disagreeing_ranks_are_refused(data.draw(disagreements()))
 
 
 def _replicas_claimed(data: st.DataObject, device: str) -> None:
@@ -436,13 +448,13 @@ def _replicas_claimed(data: st.DataObject, device: str) -> None:
 
 
 def _shared(data: st.DataObject, device: str) -> None:
-    scenario, num_ranks = data.draw(strategies.shared_scenarios())
+    scenario, num_ranks = data.draw(shared_scenarios())
     num_stages = data.draw(st.integers(1, scenario.config.num_layers))
     shares_are_the_model(scenario, num_ranks, num_stages, data.draw(st.booleans()))
 
 
 def _shared_bits(data: st.DataObject, device: str) -> None:
-    shares_have_the_same_bits(data.draw(strategies.cut_scenarios()))
+    shares_have_the_same_bits(data.draw(cut_scenarios()))
 
 
 LAWS = (
@@ -489,17 +501,17 @@ LAWS = (
     Law(
         "L10",
         "the checker is right",
-        _on_programs(checker_is_right, strategies.edited_programs()),
+        _on_programs(checker_is_right, edited_programs()),
     ),
     Law(
         "L10",
         "broken programs are refused",
-        _on_programs(broken_programs_are_refused, strategies.broken_programs()),
+        _on_programs(broken_programs_are_refused, broken_programs()),
     ),
     Law(
         "L10",
         "own schedules are compositions",
-        _on_programs(own_schedules_are_compositions, strategies.woven_programs()),
+        _on_programs(own_schedules_are_compositions, woven_programs()),
     ),
     Law("L11", "stages agree, and requests are served as if alone", _served(), weight=0.5),
     Law("L11", "requests with adapters are served as if alone", _served(adapters=True), weight=0.5),
@@ -536,7 +548,7 @@ LAWS = (
     Law(
         "L18",
         "steps keep their time",
-        lambda data, _: served_in_turn(data.draw(strategies.timed_traces())),
+        lambda data, _: served_in_turn(data.draw(timed_traces())),
     ),
     Law("L19", "run-ahead is none", _on_run_ahead, weight=0.5),
     Law("L20", "bits are of the request alone", _same_bits, weight=0.5),

@@ -14,7 +14,7 @@ from sample_cases import Case, make_case, random_logits
 from test_sample_rows_triton import assert_same_draws
 
 from weft.proofs import assert_equal
-from weft.proofs.strategies.sampling import ALWAYS, ON_HOST, choices, fields_not_drawn
+from weft.proofs._strategies.sampling import ALWAYS, ON_HOST, choices, fields_not_drawn
 from weft.sampling import SamplingParams
 from weft.trees import tree_leaves
 

@@ -15,13 +15,7 @@ from refusal import refused
 import weft.proofs
 from weft.errors import DeviceError, MissingPackageError
 from weft.extras import install_command
-from weft.proofs.evidence.opinfo import outcome
-from weft.proofs.evidence.opinfo.__main__ import settings_of
-from weft.proofs.evidence.opinfo.causes import CAUSES, causes_of
-from weft.proofs.evidence.opinfo.outcome import KINDS, Outcome, outcomes, run
-from weft.proofs.evidence.opinfo.record import Record
-from weft.proofs.evidence.opinfo.workers import Settings, Task, Worker, run_all, tasks
-from weft.proofs.strategies.operator_samples import (
+from weft.proofs._strategies.operator_samples import (
     DTYPES,
     TRANSFORMS,
     Case,
@@ -29,6 +23,12 @@ from weft.proofs.strategies.operator_samples import (
     copies,
     full_name,
 )
+from weft.proofs.evidence.opinfo import outcome
+from weft.proofs.evidence.opinfo.__main__ import settings_of
+from weft.proofs.evidence.opinfo.causes import CAUSES, causes_of
+from weft.proofs.evidence.opinfo.outcome import KINDS, Outcome, outcomes, run
+from weft.proofs.evidence.opinfo.record import Record
+from weft.proofs.evidence.opinfo.workers import Settings, Task, Worker, run_all, tasks
 from weft.torchapi.operator_database import operator_database
 from weft.transforms.graphs.backends.tape import TapeRecording
 

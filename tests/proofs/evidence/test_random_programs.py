@@ -11,12 +11,12 @@ from refusal import refused
 
 from weft.errors import DeviceError
 from weft.proofs._laws.captures import Tally, graph_is_eager_on_tensor_programs
+from weft.proofs._strategies.captures.hazards import HAZARDS, hazards
+from weft.proofs._strategies.captures.operations import OPERATIONS
+from weft.proofs._strategies.captures.tensor_programs import TensorProgram, tensor_programs
 from weft.proofs.evidence.mutants import MUTANTS
 from weft.proofs.evidence.runs import random_programs as module
 from weft.proofs.evidence.runs.random_programs import Run, main, run
-from weft.proofs.strategies.captures.hazards import HAZARDS, hazards
-from weft.proofs.strategies.captures.operations import OPERATIONS
-from weft.proofs.strategies.captures.tensor_programs import TensorProgram, tensor_programs
 
 # It ends with the first that is looked for
 # With these, `find` gives the first case that it draws, and does not make it smaller.

@@ -64,7 +64,7 @@ def test_a_difference_on_one_rank_is_an_error_on_all() -> None:
     """A rank has other weights, which comparing code and programs cannot detect."""
     code = (
         "import os\nimport attrs\nfrom weft.proofs.evidence.runs import ranks\nfrom"
-        " weft.proofs.strategies.engine.traces import Trace\nplain = Trace.params\nif"
+        " weft.proofs._strategies.engine.traces import Trace\nplain = Trace.params\nif"
         " os.environ['RANK'] == '1':\n    Trace.params = lambda self, *args:"
         " plain(attrs.evolve(self, seed=self.seed + 1), *args)\nranks.main(['--traces', '3',"
         " '--variants', 'none', '--timeout', '20'])\n"

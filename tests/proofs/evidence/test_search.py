@@ -14,13 +14,13 @@ from rich.console import Console
 
 from weft.errors import CheckError
 from weft.proofs._laws.engine.completions import run_ahead_is_none
+from weft.proofs._strategies.engine.engines import Load, loads
 from weft.proofs.checks import search as module
 from weft.proofs.checks.check import check
 from weft.proofs.checks.difference import LawViolation
 from weft.proofs.checks.equivalence import Counterexample, assert_equivalent
 from weft.proofs.checks.search import search
-from weft.proofs.strategies.engine.engines import Load, loads
-from weft.proofs.strategies.tensors import tensors
+from weft.proofs.strategies import tensors
 from weft.transforms.engine.engine import Engine
 
 NUMBERS = st.integers(0, 10_000)

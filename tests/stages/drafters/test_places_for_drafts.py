@@ -12,7 +12,7 @@ from refusal import refused
 import weft
 from weft.batch import Batch
 from weft.errors import DescriptorError, RequestError
-from weft.proofs.strategies.engine.engines import small_model
+from weft.proofs._strategies.engine.engines import small_model
 from weft.stages.inputs import NO_DRAFTS
 from weft.state import Drafting, advance
 from weft.transforms import MODES, Limits, make_runner, make_state

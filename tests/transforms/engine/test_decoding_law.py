@@ -14,7 +14,7 @@ from hypothesis.errors import NoSuchExample
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from weft.proofs.strategies.decoders import (
+from weft.proofs._strategies.decoders import (
     CHAINS,
     FAMILIES,
     SIMPLE,

@@ -24,7 +24,7 @@ from refusal import refused
 
 import weft
 from weft.errors import DerivativeError, RequestError
-from weft.proofs.strategies.engine.invariant import INVARIANT_MODELS, invariant_model
+from weft.proofs._strategies.engine.invariant import INVARIANT_MODELS, invariant_model
 from weft.stages.model import Model
 from weft.stages.random_weights import random_adapter
 from weft.trees import tree_leaves, tree_map

@@ -13,7 +13,7 @@ import weft
 from weft.batch import Batch
 from weft.errors import EngineError, LogitsError, ProgramError, RequestError
 from weft.proofs._laws.engine.completions import alone
-from weft.proofs.strategies.engine.engines import small_adapters, small_model
+from weft.proofs._strategies.engine.engines import small_adapters, small_model
 from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.completion import CompletionState

@@ -16,9 +16,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import weft
 from weft.proofs import CompletionRequest, engine_machine
+from weft.proofs._strategies.engine.drafts import Drafts
+from weft.proofs._strategies.engine.engines import VOCABULARY, Half
 from weft.proofs.checks.engine_machine import EngineMachine
-from weft.proofs.strategies.engine.drafts import Drafts
-from weft.proofs.strategies.engine.engines import VOCABULARY, Half
 from weft.stages.adapters.adapter import Adapter
 from weft.stages.model import Model
 from weft.stages.random_weights import random_adapter

@@ -15,7 +15,7 @@ from weft.batch import EMBEDDED
 from weft.errors import LogitsError, RequestError, WeftError
 from weft.ops.sampling.logits import FLOATS
 from weft.proofs._laws.engine.completions import alone
-from weft.proofs.strategies.engine.engines import VOCABULARY, small_model
+from weft.proofs._strategies.engine.engines import VOCABULARY, small_model
 from weft.sampling import SamplingParams
 from weft.stages.head import head
 from weft.stages.model import Model

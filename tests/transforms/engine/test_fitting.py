@@ -12,7 +12,7 @@ import torch
 
 import weft
 from weft.errors import RequestError
-from weft.proofs.strategies.engine.engines import small_adapters, small_model
+from weft.proofs._strategies.engine.engines import small_adapters, small_model
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import Model
 from weft.transforms.engine import memory as engine_memory

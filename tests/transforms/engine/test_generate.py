@@ -22,8 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import weft
 from weft.batch import LAST_TOKEN
-from weft.proofs.strategies import ARCHITECTURES, ROPES
-from weft.proofs.strategies.models import moe_fields, window_fields
+from weft.proofs._strategies.models import ARCHITECTURES, ROPES, moe_fields, window_fields
 from weft.stages.checkpoints.known_models import DEMO
 from weft.transforms.graphs.ladder import MODES
 

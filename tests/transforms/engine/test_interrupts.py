@@ -16,8 +16,8 @@ import pytest
 
 from weft.errors import EngineError, RequestError
 from weft.proofs._laws.engine.completions import alone
-from weft.proofs.strategies.engine.engines import small_model
-from weft.proofs.strategies.engine.interrupts import Outside, Places, press_ctrl_c, raise_outside
+from weft.proofs._strategies.engine.engines import small_model
+from weft.proofs._strategies.engine.interrupts import Outside, Places, press_ctrl_c, raise_outside
 from weft.sampling import SamplingParams
 from weft.transforms.engine import calls
 from weft.transforms.engine.engine import Engine

@@ -12,7 +12,7 @@ from hypothesis import example, given, strategies as st
 
 from weft.errors import RequestError
 from weft.proofs._laws.engine.completions import alone
-from weft.proofs.strategies.engine.engines import Half, small_model
+from weft.proofs._strategies.engine.engines import Half, small_model
 from weft.sampling import SamplingParams
 from weft.transforms.engine import outputs as outputs_module
 from weft.transforms.engine.engine import Engine

@@ -9,7 +9,7 @@ import pytest
 
 import weft
 from weft.errors import EngineError
-from weft.proofs.strategies.engine.engines import small_model
+from weft.proofs._strategies.engine.engines import small_model
 from weft.sampling import SamplingParams
 from weft.stages.checkpoints.known_models import DEMO
 from weft.transforms.engine.completion import CompletionState

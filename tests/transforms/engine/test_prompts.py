@@ -11,8 +11,8 @@ from torch import Tensor
 import weft
 from weft.batch import EMBEDDED
 from weft.errors import RequestError
-from weft.proofs.strategies.engine.embeds import with_mrope
-from weft.proofs.strategies.engine.engines import small_model
+from weft.proofs._strategies.engine.embeds import with_mrope
+from weft.proofs._strategies.engine.engines import small_model
 from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine

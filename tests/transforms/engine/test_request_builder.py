@@ -8,7 +8,7 @@ import pytest
 
 import weft
 from weft.errors import RequestError
-from weft.proofs.strategies.engine.engines import small_adapters, small_model
+from weft.proofs._strategies.engine.engines import small_adapters, small_model
 from weft.sampling import SamplingParams
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from weft.batch import LAST_TOKEN
 from weft.errors import RequestError
 from weft.proofs._laws.engine.fairness import check_time
-from weft.proofs.strategies import step_times
+from weft.proofs._strategies.engine.traces import step_times
 from weft.sampling import SamplingParams
 from weft.transforms.engine.requests.host_state import Budget, HostState, Request, RequestState
 from weft.transforms.engine.requests.step_time import StepTime

@@ -12,7 +12,7 @@ import weft
 from weft.batch import LAST_TOKEN, Batch
 from weft.errors import RequestError
 from weft.ops.sampling.logits import pack_bits
-from weft.proofs.strategies.engine.engines import small_model
+from weft.proofs._strategies.engine.engines import small_model
 from weft.sampling import SamplingParams
 from weft.stages.head import read_at
 from weft.stages.model import Model

@@ -16,7 +16,7 @@ from hypothesis import find, given, settings, strategies as st
 
 import weft
 from weft.errors import EngineError, RequestError
-from weft.proofs.strategies.engine.engines import adapters_of, small_adapters, small_model
+from weft.proofs._strategies.engine.engines import adapters_of, small_adapters, small_model
 from weft.sampling import SamplingParams
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.layout import split_layers

@@ -9,8 +9,8 @@ from hypothesis import given, settings, strategies as st
 
 from weft.descriptor import BatchDescriptor as B
 from weft.errors import DescriptorError
+from weft.proofs._strategies.images import Resolution
 from weft.proofs.strategies import descriptors
-from weft.proofs.strategies.images import Resolution
 from weft.transforms.graphs.dispatch import Decision, dispatch, dispatch_table
 from weft.transforms.graphs.ladder import MODES, Limits, make_ladder
 

@@ -11,7 +11,7 @@ from refusal import refused
 
 from weft.descriptor import CAPABILITIES, BatchDescriptor as B, Descriptor
 from weft.errors import DescriptorError, LoweredModeWarning
-from weft.proofs.strategies.images import Image, Resolution
+from weft.proofs._strategies.images import Image, Resolution
 from weft.transforms.graphs.dispatch import dispatch
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import (

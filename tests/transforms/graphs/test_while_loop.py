@@ -17,8 +17,16 @@ from weft.errors import CaptureError, DonatedError, ProgramError
 from weft.proofs import LawViolation
 from weft.proofs._laws.loop_bodies import loop_bodies_are_pythons
 from weft.proofs._laws.loops import loops_are_python_loops
-from weft.proofs.strategies import Loop, LoopBody, loop_bodies, loops
-from weft.proofs.strategies.loops import Apply, Instruction, Take, operators
+from weft.proofs._strategies.loops import (
+    Apply,
+    Instruction,
+    Loop,
+    LoopBody,
+    Take,
+    loop_bodies,
+    loops,
+    operators,
+)
 from weft.torchapi.conditional_nodes import why_unavailable
 from weft.transforms.graphs.backends.loops import Rehearsal
 from weft.transforms.graphs.backends.while_nodes import WhileNodes

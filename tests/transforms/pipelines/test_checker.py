@@ -26,16 +26,15 @@ from weft.proofs._laws.schedule import (
     checker_is_right,
     schedules_are_right,
 )
-from weft.proofs.checks.programs_exhaustive import fault, fenced
-from weft.proofs.strategies import (
+from weft.proofs._strategies.programs import (
     FAULTS,
     Broken,
-    Scheduled,
+    any_effects,
     broken_programs,
     edited_programs,
-    programs,
 )
-from weft.proofs.strategies.programs import any_effects
+from weft.proofs.checks.programs_exhaustive import fault, fenced
+from weft.proofs.strategies import Scheduled, programs
 from weft.transforms.pipelines.checker import check
 from weft.transforms.pipelines.machine import Edge, Machine, Step, interleave, puts, takes
 from weft.transforms.pipelines.pipeline import pipeline

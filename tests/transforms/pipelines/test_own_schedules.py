@@ -13,7 +13,8 @@ from weft.effects import Program, Recv, Run, Schema, Send, parse_listing
 from weft.errors import ProgramError
 from weft.proofs._laws.engine.serving import stages_agree
 from weft.proofs._laws.schedule import own_schedules_are_compositions
-from weft.proofs.strategies import Woven, traces, woven_programs
+from weft.proofs._strategies.engine.traces import traces
+from weft.proofs._strategies.schedules import Woven, woven_programs
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.microbatch import scan
 from weft.transforms.pipelines.pipeline import compose, pipeline

@@ -14,7 +14,7 @@ from refusal import refused
 from weft.errors import ProgramError
 from weft.proofs import strategies
 from weft.proofs.checks.difference import assert_equal, visible
-from weft.proofs.strategies.models import Scenario
+from weft.proofs.strategies import Scenario
 from weft.state import advance
 from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.schedule import Job, count_running, jobs_for, make_programs

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import weft
 from weft.errors import CaptureError, WeftError
-from weft.proofs.strategies.sharded_operators import (
+from weft.proofs._strategies.sharded_operators import (
     TRANSFORMS,
     TWO,
     ShardedOperator,

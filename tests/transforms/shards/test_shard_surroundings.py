@@ -26,9 +26,9 @@ from weft.errors import CaptureError, DerivativeError, MeshError
 from weft.meshes.placements import Placement
 from weft.proofs import LawViolation
 from weft.proofs._laws.shards import surroundings_of_shards_change_nothing
-from weft.proofs.strategies import surrounded
-from weft.proofs.strategies.shards import RankResults, rank_results
-from weft.proofs.strategies.surrounded import SurroundedShard
+from weft.proofs._strategies import surrounded
+from weft.proofs._strategies.shards import RankResults, rank_results
+from weft.proofs._strategies.surrounded import SurroundedShard
 from weft.torchapi.private import innermost, is_fake
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.shards import tracing

@@ -18,8 +18,8 @@ from torch import Tensor
 
 import weft
 from weft.errors import ConfigError, RequestError
-from weft.proofs.strategies.engine.invariant import INVARIANT_MODELS, invariant_model
-from weft.proofs.strategies.sampling import sampling_params
+from weft.proofs._strategies.engine.invariant import INVARIANT_MODELS, invariant_model
+from weft.proofs.strategies import sampling_params
 from weft.stages.layout import split_layers
 from weft.stages.model import Model
 from weft.stages.params import slice_params

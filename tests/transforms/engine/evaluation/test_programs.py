@@ -19,7 +19,7 @@ from torch import Tensor
 
 import weft
 from weft.errors import RequestError
-from weft.proofs.strategies.engine.invariant import invariant_model
+from weft.proofs._strategies.engine.invariant import invariant_model
 from weft.stages.layout import split_layers
 from weft.stages.model import Model
 from weft.stages.params import slice_params

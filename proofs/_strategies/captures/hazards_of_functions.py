@@ -1,7 +1,7 @@
 """The kinds of hazards in what a function does: its host reads, its errors, and what it keeps or
 reads outside of itself."""
 
-from weft.proofs.strategies.captures.hazards_of_calls import Kind
+from weft.proofs._strategies.captures.hazards_of_calls import Kind
 
 # The kinds of hazards in what a function does, by name.
 OF_FUNCTIONS: dict[str, Kind] = {

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.descriptor import CAPABILITIES
 from weft.ops.attention.backends import BACKENDS, AttentionBackend
-from weft.proofs.strategies.engine.own_stages import Extras
+from weft.proofs._strategies.engine.own_stages import Extras
 from weft.stages.attention.context import attention_scores, weighted_values
 from weft.stages.model import Model
 

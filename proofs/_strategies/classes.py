@@ -14,6 +14,10 @@ from weft.transforms.graphs.ladder import Limits, lora_rungs
 def descriptors(draw: st.DrawFn, max_reqs: int = 12, max_query_len: int = 4) -> BatchDescriptor:
     """Any valid descriptor, uniform or ragged.
 
+    Args:
+        max_reqs: the most requests.
+        max_query_len: the most tokens for each request.
+
     >>> from hypothesis import find
     >>> print(find(descriptors(), lambda d: d.num_tokens > 2))
     ragged 3 tokens, 1 reqs
@@ -42,6 +46,11 @@ def batches(
 
     A step can run it only on a state that has these rows, and a decode only if their prefill is
     done. For batches in an order that a state can serve, draw `scenarios()`.
+
+    Args:
+        max_reqs: the most requests.
+        max_query_len: the most tokens of one request.
+        vocab_size: token ids are less than this.
 
     >>> from hypothesis import find
     >>> find(batches(), lambda b: b.descriptor.is_uniform).descriptor

@@ -8,11 +8,11 @@ import attrs
 import torch
 from hypothesis import strategies as st
 
-from weft.proofs.strategies.engine.adapters import NUM_ADAPTERS, hold_adapters, slots
-from weft.proofs.strategies.engine.drafts import Drafts
-from weft.proofs.strategies.engine.embeds import images, with_mrope
-from weft.proofs.strategies.models import configs
-from weft.proofs.strategies.sampling import sampling_params
+from weft.proofs._strategies.engine.adapters import NUM_ADAPTERS, hold_adapters, slots
+from weft.proofs._strategies.engine.drafts import Drafts
+from weft.proofs._strategies.engine.embeds import images, with_mrope
+from weft.proofs._strategies.models import configs
+from weft.proofs._strategies.sampling import sampling_params
 from weft.stages.config import ModelConfig
 from weft.stages.custom.functions import DecoderStage
 from weft.stages.decoder import decoder_stage

@@ -67,25 +67,12 @@ class RankFunction:
         params, state, x, y = self.placements
         return shard(fn or self.fn, mesh or self.mesh, (params, state, x), (state, y))
 
-    def stage(self) -> Callable[..., Any]:
-        """The sharded function as a stage of a pipeline."""
-        return as_stage(self.sharded())
-
     def to(self, device: str) -> "RankFunction":
         """The function with its tensors on a device."""
         params, state, inputs = tree_map(
             lambda x: x.to(device), (self.params, self.state, self.inputs)
         )
         return attrs.evolve(self, params=params, state=state, inputs=inputs)
-
-    @property
-    def depends_on_the_mesh(self) -> bool:
-        """Whether the function differs on another mesh, because it names ranks' places."""
-        return any(step.startswith("ppermute") for step in self.code)
-
-    def on_one_rank(self) -> Mesh:
-        """A mesh of one rank, with the same axes."""
-        return Mesh(**dict.fromkeys(self.mesh.sizes, 1))
 
 
 def as_stage(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -359,7 +346,8 @@ def rank_functions(
     Args:
         mesh: the ranks. None: any mesh.
         max_steps: the greatest number of steps.
-        updates: keys of `UPDATES`: the ways to make the next state.
+        updates: the ways to make the next state, among "state: functional", "state: in place" and
+            "state: unchanged".
         multiple: each number of rows is a multiple of the number of ranks times this.
         columns: the number of columns per rank, 1 or 2. None: either.
     """

@@ -16,8 +16,12 @@ from weft.trees import axes, descriptor_field, pytree
 @pytree
 @attrs.frozen(eq=False)
 class Rows:
-    """A batch as in research code: a tensor with a padded first dimension, described by a
-    `BatchDescriptor`."""
+    """A batch as in research code.
+
+    Args:
+        descriptor: its shape class.
+        x: a tensor whose first dimension is the number of tokens, and is padded.
+    """
 
     descriptor: BatchDescriptor = attrs.field(metadata=descriptor_field())
     x: Tensor = attrs.field(metadata=axes("num_tokens", None))
@@ -42,12 +46,17 @@ class Function:
     state: dict[str, Tensor] = attrs.field(repr=False)
     inputs: tuple[Tensor, ...] = attrs.field(repr=lambda xs: str([tuple(x.shape) for x in xs]))
 
-    def counted(
-        self, params: Tensor, state: dict[str, Tensor], batch: Rows
+
+def counting_step(function: Function) -> Callable[..., Any]:
+    """The function as a step on batches that may be padded, whose state counts the calls."""
+
+    def step(
+        params: Tensor, state: dict[str, Tensor], batch: Rows
     ) -> tuple[dict[str, Tensor], Rows]:
-        """The function as a step on batches that may be padded, whose state counts the calls."""
-        _, y = self.fn(params, clone(state), batch.x)
+        _, y = function.fn(params, clone(state), batch.x)
         return {**state, "n": state["n"] + 1}, attrs.evolve(batch, x=y)
+
+    return step
 
 
 OPERATIONS: dict[str, Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor]] = {
@@ -132,7 +141,11 @@ class Mapping:
 @st.composite
 def mappings(draw: st.DrawFn, device: str = "cpu") -> Mapping:
     """A random chain of operations, which may read a tensor from their closure, and 1 to 3
-    inputs."""
+    inputs.
+
+    Args:
+        device: the device of all tensors.
+    """
     names = draw(st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=4))
     rows = draw(st.integers(1, 3))
     width = draw(st.sampled_from((2, 4)))
@@ -156,7 +169,11 @@ def mappings(draw: st.DrawFn, device: str = "cpu") -> Mapping:
 @st.composite
 def stage_lists(draw: st.DrawFn, max_stages: int = 4) -> list[Function]:
     """Random stages of one width that fit together; the `fn` of each is a stage `(params, state,
-    batch, x) -> (state, y)`."""
+    batch, x) -> (state, y)`.
+
+    Args:
+        max_stages: the most stages.
+    """
     width_seed = draw(st.integers(0, 999))
     count = draw(st.integers(1, max_stages))
     generator = torch.Generator().manual_seed(width_seed)

@@ -60,10 +60,13 @@ def fields_not_drawn(kind: type = SamplingParams) -> set[str]:
 
 @st.composite
 def sampling_params(draw: st.DrawFn, vocab_size: int, greedy: bool = True) -> SamplingParams:
-    """A request's parameters, including its seed and its stop tokens. With `greedy`, some requests
-    are greedy.
+    """A request's parameters, including its seed and its stop tokens.
 
     At most four tokens have a bias, and at least half of the tokens can always be drawn.
+
+    Args:
+        vocab_size: the number of token ids.
+        greedy: whether some requests are greedy.
     """
     values = choices(vocab_size)
     names = draw(st.one_of(st.just([]), st.lists(st.sampled_from(sorted(values)), unique=True)))

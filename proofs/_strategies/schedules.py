@@ -8,7 +8,7 @@ import attrs
 from hypothesis import strategies as st
 
 from weft.effects import Broadcast, Effect, Program, Recv, Run, Send
-from weft.proofs.strategies.programs import SCHEMAS, Scheduled
+from weft.proofs._strategies.programs import SCHEMAS, Scheduled
 from weft.transforms.pipelines.schedule import Job, jobs_for
 from weft.transforms.pipelines.weaving import weave
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import strategies as st
 
 from weft.batch import EMBEDDED
-from weft.proofs.strategies.engine.embeds import images
-from weft.proofs.strategies.engine.engines import VOCABULARY, Call, Load, loads
+from weft.proofs._strategies.engine.embeds import images
+from weft.proofs._strategies.engine.engines import VOCABULARY, Call, Load, loads
 from weft.stages.config import parse_config
 from weft.stages.layout import split_model
 from weft.stages.model import Model

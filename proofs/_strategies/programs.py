@@ -28,8 +28,13 @@ SCHEMAS = tuple(
 
 @attrs.frozen(repr=False)
 class Scheduled:
-    """All ranks' programs, the jobs they were made from, and the number of results that a stage
-    holds (None: all)."""
+    """The programs of a pipeline, and what they were made from.
+
+    Args:
+        jobs: the micro-batches, and what each waits for.
+        programs: one for each rank.
+        buffers: the number of results that a stage holds. None: all.
+    """
 
     jobs: tuple[Job, ...]
     programs: tuple[Program, ...]
@@ -43,7 +48,11 @@ class Scheduled:
 @st.composite
 def job_lists(draw: st.DrawFn, max_jobs: int = 8, min_jobs: int = 0) -> tuple[Job, ...]:
     """Any jobs of a pipeline. Each may feed another; it runs after any earlier job that feeds, or
-    after none."""
+    after none.
+
+    Args:
+        max_jobs, min_jobs: the most and the fewest jobs.
+    """
     jobs: list[Job] = []
     for _ in range(draw(st.integers(min_jobs, max_jobs))):
         feeding = [index for index, job in enumerate(jobs) if job.feeds]
@@ -61,6 +70,10 @@ def programs(
     draw: st.DrawFn, max_stages: int = 4, max_jobs: int = 8, min_jobs: int = 0
 ) -> Scheduled:
     """The programs that `make_programs` makes from any jobs, with or without schemas and classes.
+
+    Args:
+        max_stages: the most stages, with a rank for each.
+        max_jobs, min_jobs: the most and the fewest jobs.
 
     >>> from hypothesis import find
     >>> print(*find(programs(), lambda case: len(case.programs) == 2 and case.jobs).programs[0].effects, sep="; ")

@@ -11,8 +11,8 @@ import torch
 from hypothesis import strategies as st
 
 from weft.ops.sampling.logits import pack_bits
-from weft.proofs.strategies.engine.drafts import Drafts, lookups, models
-from weft.proofs.strategies.sampling import sampling_params
+from weft.proofs._strategies.engine.drafts import Drafts, lookups, models
+from weft.proofs._strategies.sampling import sampling_params
 from weft.sampling import SamplingParams
 from weft.stages.adapters.adapter import Adapter
 from weft.stages.config import ModelConfig, parse_config

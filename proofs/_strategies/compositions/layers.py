@@ -24,7 +24,7 @@ from weft.ops.transfers.collective import (
     ppermute,
     reduce_scatter,
 )
-from weft.proofs.strategies.compositions.bodies import Function, Kind
+from weft.proofs._strategies.compositions.bodies import Function, Kind
 from weft.settings import batch_invariant
 from weft.transforms.graphs.graphify import graphify, piecewise
 from weft.transforms.graphs.while_loop import while_loop

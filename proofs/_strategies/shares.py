@@ -7,7 +7,7 @@ import torch
 from hypothesis import assume, strategies as st
 
 from weft.errors import ConfigError
-from weft.proofs.strategies.models import Scenario, scenarios
+from weft.proofs._strategies.models import Scenario, scenarios
 from weft.stages.choices import pick_experts
 from weft.stages.config import ModelConfig, MoeConfig, parse_config
 from weft.stages.shares import check_leaves, share_config

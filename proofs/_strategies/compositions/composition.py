@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft.proofs.strategies.compositions.bodies import (
+from weft.proofs._strategies.compositions.bodies import (
     COLUMNS,
     OPERATIONS,
     Body,
@@ -14,8 +14,8 @@ from weft.proofs.strategies.compositions.bodies import (
     Kind,
     bodies,
 )
-from weft.proofs.strategies.compositions.layers import LAYERS, Layer
-from weft.proofs.strategies.compositions.occasions import OCCASIONS, Subject
+from weft.proofs._strategies.compositions.layers import LAYERS, Layer
+from weft.proofs._strategies.compositions.occasions import OCCASIONS, Subject
 
 # The rows of an argument. Three layers may each halve them, and an innermost `all_to_all` halves
 # once more.

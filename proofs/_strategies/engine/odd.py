@@ -11,8 +11,8 @@ from tokenizers import decoders
 
 from weft.batch import EMBEDDED
 from weft.ops.sampling.logits import pack_bits
-from weft.proofs.strategies.engine.drafts import Drafts, lookups, models
-from weft.proofs.strategies.engine.engines import (
+from weft.proofs._strategies.engine.drafts import Drafts, lookups, models
+from weft.proofs._strategies.engine.engines import (
     VOCABULARY,
     small_adapters,
     small_model,

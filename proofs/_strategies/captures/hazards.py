@@ -7,9 +7,9 @@ from typing import Any
 import attrs
 from hypothesis import strategies as st
 
-from weft.proofs.strategies.captures.hazards_of_calls import OF_CALLS, Kind
-from weft.proofs.strategies.captures.hazards_of_functions import OF_FUNCTIONS
-from weft.proofs.strategies.captures.tensor_programs import TensorProgram
+from weft.proofs._strategies.captures.hazards_of_calls import OF_CALLS, Kind
+from weft.proofs._strategies.captures.hazards_of_functions import OF_FUNCTIONS
+from weft.proofs._strategies.captures.tensor_programs import TensorProgram
 
 _HEAD = """
 import contextlib

@@ -14,7 +14,7 @@ from torch import Tensor, func
 
 from weft.meshes.mesh import Mesh
 from weft.meshes.placements import PerRank, Placement, Replicate, Shard
-from weft.proofs.strategies.operator_samples import NoSamplesError, copies, jvp_by, samples_of
+from weft.proofs._strategies.operator_samples import NoSamplesError, copies, jvp_by, samples_of
 from weft.torchapi.operator_database import operator_database
 from weft.torchapi.private import pytree
 from weft.transforms.graphs.graphify import graphify

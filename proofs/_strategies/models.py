@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weft.batch import LAST_TOKEN, Batch
-from weft.proofs.strategies.engine.adapters import hold_adapters, slots
-from weft.proofs.strategies.engine.embeds import images, with_mrope
-from weft.proofs.strategies.sampling import sampling_params
+from weft.proofs._strategies.engine.adapters import hold_adapters, slots
+from weft.proofs._strategies.engine.embeds import images, with_mrope
+from weft.proofs._strategies.sampling import sampling_params
 from weft.sampling import SamplingParams
 from weft.stages import architectures
 from weft.stages.config import ModelConfig, parse_config
@@ -32,7 +32,11 @@ ARCHITECTURES = tuple(
 @st.composite
 def configs(draw: st.DrawFn, min_layers: int = 1, max_layers: int = 3) -> ModelConfig:
     """Small decoders of every text architecture, with any ratio of grouped queries, any rope
-    scaling, and tied or untied embeddings."""
+    scaling, and tied or untied embeddings.
+
+    Args:
+        min_layers, max_layers: the least and the most layers.
+    """
     architecture = draw(st.sampled_from(ARCHITECTURES))
     spec = architectures.ARCHITECTURES[architecture]
     kv_heads = draw(st.sampled_from((1, 2)))
@@ -234,13 +238,12 @@ class Scenario:
             batches[index] = attrs.evolve(batches[index], descriptor=descriptor)
         return batches
 
-    def layouts(self, num_stages: int) -> tuple[StageLayout, ...]:
-        """The split of the model's layers."""
+    def _layouts(self, num_stages: int) -> tuple[StageLayout, ...]:
         return split_layers(self.config.num_layers, num_stages)
 
     def stages(self, num_stages: int, device: torch.device | str = "cpu") -> list[Any]:
         """The model's stages on a device, which return their logits."""
-        layouts = self.layouts(num_stages)
+        layouts = self._layouts(num_stages)
         return [
             decoder_stage(self.config, layout, keep_logits=True, device=device)
             for layout in layouts
@@ -249,14 +252,14 @@ class Scenario:
     def params(self, num_stages: int, device: torch.device | str = "cpu") -> tuple[Any, ...]:
         """The weights of each stage, with standard deviation 0.3 so that differences show."""
         # Drawn on the CPU, so that they are the same on every device.
-        (whole,) = self.layouts(1)
+        (whole,) = self._layouts(1)
         params = random_params(
             self.config, whole, seed=self.seed, device="cpu", dtype=torch.float32, std=0.3
         )
         params = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, params)
         stages = [
             (slice_params(params, layout), self.config, layout)
-            for layout in self.layouts(num_stages)
+            for layout in self._layouts(num_stages)
         ]
         return tuple(
             hold_adapters(*stage, self.seed) if self.adapters else stage[0] for stage in stages
@@ -274,7 +277,7 @@ class Scenario:
         page_ranges = [range(end - n, end) for end, n in zip(ends, pages, strict=True)]
         states = empty_states(
             self.config,
-            self.layouts(num_stages),
+            self._layouts(num_stages),
             max_num_reqs=len(self.prompts),
             num_pages=ends[-1],
             max_pages=max(pages),
@@ -311,8 +314,13 @@ def scenarios(
 ) -> Scenario:
     """A model, 1 to 4 prompts, and up to `max_steps` steps that mix chunks of prompts and decodes.
 
-    With `loras`, the numbers of active LoRAs vary. With `sampled`, no request is greedy. With
-    `mrope`, each prompt has positions, and some have an image."""
+    Args:
+        min_layers, max_layers: the least and the most layers of the model.
+        max_steps: the most steps.
+        loras: whether the numbers of active LoRAs vary.
+        sampled: whether no request is greedy.
+        mrope: whether each prompt has positions, and some have an image.
+    """
     config = draw(configs(min_layers, max_layers))
     config = with_mrope(config) if mrope else config
     token = st.integers(0, config.vocab_size - 1)

@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import Tensor, func
 
-from weft.proofs.strategies.compositions.bodies import Body, Built, Function, Kind, World
+from weft.proofs._strategies.compositions.bodies import Body, Built, Function, Kind, World
 from weft.torchapi.frames import clear_frames
 from weft.transforms.graphs.graphify import graphify
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft.proofs.strategies.captures.operations import OPERATIONS, Operation
+from weft.proofs._strategies.captures.operations import OPERATIONS, Operation
 from weft.torchapi.private import storage_id
 
 _SHAPES = ((2, 3), (3, 3), (4,), (3, 2), (2, 3), (3, 3), (5, 3), (), (1, 3), (0, 3))
@@ -298,7 +298,7 @@ def tensor_programs(draw: st.DrawFn, device: str = "cpu", max_calls: int = 5) ->
     """A random function of one to three tensors and perhaps a generator, with calls of it in random
     surroundings.
 
-    The function's statements are of all kinds in `weft.proofs.strategies.captures.operations`:
+    The function's statements are of all kinds in `weft.proofs._strategies.captures.operations`:
     views, in-place writes, random numbers, derivatives, inner surroundings and others. Arguments
     may be the same tensor or views of one tensor, and one argument may be donated. A closed-over
     tensor may change between calls.

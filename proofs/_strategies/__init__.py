@@ -1,0 +1,1 @@
+"""The Hypothesis strategies from which the laws draw; `weft.proofs.strategies` has the public ones."""
