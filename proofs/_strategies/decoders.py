@@ -59,8 +59,8 @@ def _byte_level() -> list[str]:
     byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     pieces = map(byte_level.pre_tokenizer.pre_tokenize_str, CHARACTERS + BOUNDS)
     spelled = [char for [(written, _)] in pieces for char in written]
-    others = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - {*spelled})
-    return [*dict.fromkeys(spelled), *others[-8:]]
+    unspelled = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - {*spelled})
+    return [*dict.fromkeys(spelled), *unspelled[-8:]]
 
 
 _RAW = sorted({*(CHARACTERS + BOUNDS).encode(), 0xFF})
