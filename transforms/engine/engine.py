@@ -17,6 +17,7 @@ from weft.errors import EngineError, WeftError
 from weft.sampling import SamplingParams
 from weft.stages.adapters.adapter import Adapter
 from weft.stages.model import Model
+from weft.torchapi.ranges import profile_range
 from weft.transforms.engine.calls import Calls
 from weft.transforms.engine.options import EngineLimits, Speculation, check_engine, query_lens
 from weft.transforms.engine.outputs import (
@@ -430,7 +431,8 @@ class Engine:
             is_behind = bool(self._unreturned)
             self._launch()
             if self._pending:
-                outputs = self._read(self._pending.popleft())
+                with profile_range("weft: read"):
+                    outputs = self._read(self._pending.popleft())
             else:
                 outputs = []
             self._unreturned += outputs
@@ -463,16 +465,18 @@ class Engine:
             if not self._launch_step():
                 # A pipeline returns finished work only while later work is submitted, so without
                 # any, flush.
-                self._copy_results(self._executor.flush())
+                with profile_range("weft: launch"):
+                    self._copy_results(self._executor.flush())
                 return
 
     def _launch_step(self) -> bool:
         """Schedule a step of every cohort and launch these steps; False if there is nothing to
         do."""
-        works: list[Work] = []
-        for _ in range(self.limits.budget.num_cohorts):
-            self._host, more = schedule(self._host, self.limits.budget)
-            works += more
+        with profile_range("weft: schedule"):
+            works: list[Work] = []
+            for _ in range(self.limits.budget.num_cohorts):
+                self._host, more = schedule(self._host, self.limits.budget)
+                works += more
         if works:
             works = self._apply_masks(works)
             if self._is_distributed:
@@ -480,7 +484,8 @@ class Engine:
                     # Every rank schedules for itself; a rank that decided otherwise must not go
                     # unnoticed.
                     self.transport.assert_equal("the work", work.summary)
-            self._copy_results(self._executor(works))
+            with profile_range("weft: launch"):
+                self._copy_results(self._executor(works))
             for work in works:
                 self._counts.add(work)
                 self._outputs.note_admissions(work)

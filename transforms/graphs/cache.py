@@ -22,13 +22,14 @@ from weft.errors import CacheMissError, CaptureError, DescriptorError
 from weft.ops.transfers.collective import others_wait
 from weft.settings import config, count_capture, may_capture, may_replay
 from weft.torchapi.private import backend_switches
+from weft.torchapi.ranges import profile_range
 from weft.transforms.graphs.backends import Backend, cuda_device, make_backend
 from weft.transforms.graphs.calls.buffers import plan_copies
 from weft.transforms.graphs.calls.call import Call, check_call, check_sizes, key_of
 from weft.transforms.graphs.calls.fast_path import FastPaths
 from weft.transforms.graphs.calls.key import CacheInfo, Key, TreeKey, Weakly
 from weft.transforms.graphs.calls.results import Handover, hand_over
-from weft.transforms.graphs.capture import Graph, capture
+from weft.transforms.graphs.capture import Graph, capture, title_of
 from weft.transforms.graphs.dispatch import Decision, dispatch
 from weft.transforms.graphs.explain import (
     INLINE,
@@ -447,10 +448,7 @@ class Cache:
             raise CacheMissError(
                 f"{name}(...)", problem, f"{instead}: {miss.remedy}" if miss.remedy else instead
             )
-        if decision.descriptor is None:
-            title = name
-        else:
-            title = f"{name} for '{decision.descriptor}'"
+        title = title_of(name, decision.descriptor)
         # Before the capture: `assert_max_captures` must prevent it, not report it.
         count_capture(title, lambda: attrs.astuple(find_miss()))
         if config.explain_cache_misses and self.entries:
@@ -467,7 +465,10 @@ class Cache:
         else:
             writer = None
         backend = self.backend_for(call)
-        graph = capture(self.graphable, call, decision.mode, decision.descriptor, backend, writer)
+        with profile_range("weft: capture {}", title):
+            graph = capture(
+                self.graphable, call, decision.mode, decision.descriptor, backend, writer
+            )
         if config.log_captures:
             size = (graph.recording.nbytes + graph.buffer_bytes) / 2**20
             _LOG.warning(

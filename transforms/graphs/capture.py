@@ -57,6 +57,7 @@ class Graph:
     """One captured graph.
 
     Args:
+        title: what was captured, as texts name it (`title_of`).
         recording: the graph.
         buffers: its input buffers, for the copied arguments.
         axes: the axes of each buffer that is padded; None for the others.
@@ -75,6 +76,7 @@ class Graph:
         watch: what watched the recorded run; None if nothing did.
     """
 
+    title: str
     recording: Recording
     buffers: tuple[Any, ...]
     axes: tuple[Axes | None, ...]
@@ -285,6 +287,13 @@ def audit_of(graphable: Graphable, prepared: Prepared, device: torch.device) -> 
     )
 
 
+def title_of(name: str, descriptor: Any) -> str:
+    """A function's name, and the class for which it is captured, if there is one."""
+    if descriptor is None:
+        return name
+    return f"{name} for '{descriptor}'"
+
+
 def capture(
     graphable: Graphable,
     call: Call,
@@ -374,6 +383,7 @@ def capture(
             input_buffers.padding_source(i, buffer, spec) for i, (buffer, spec) in enumerate(pairs)
         )
     return Graph(
+        title_of(graphable.name, descriptor),
         recording,
         prepared.buffers,
         prepared.axes,

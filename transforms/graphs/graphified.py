@@ -24,6 +24,7 @@ from weft.torchapi.private import (
     num_function_modes,
     uncompiled,
 )
+from weft.torchapi.ranges import is_profiled, profile_range
 from weft.transforms.graphs.cache import NO_REPLAY, Cache, Eager, Plan
 from weft.transforms.graphs.calls.borrowing import lend, watches_borrows
 from weft.transforms.graphs.calls.call import (
@@ -154,9 +155,17 @@ class Graphified(Generic[P, R]):
             call = fast_paths.known_call(missed, args, kwargs)
         return self._call(args, kwargs, call, modes)
 
-    def _replay(self, plan: Plan, leaves: Sequence[Any]) -> R:
+    def _replay(self, plan: Plan, leaves: Sequence[Any], *, in_range: bool = False) -> R:
         """Fill the input buffers from the leaves of a call, whose donated leaves are already taken;
-        replay; make the result."""
+        replay; make the result.
+
+        Args:
+            in_range: whether the range of this replay in torch's profiles has begun.
+        """
+        # Not a context for every replay: entering one costs more than this check.
+        if not in_range and is_profiled():
+            with profile_range("weft: replay {}", plan.graph.title):
+                return self._replay(plan, leaves, in_range=True)
         if plan.wait_for_last_replay is not None:
             plan.wait_for_last_replay()
         if plan.fill is not None:

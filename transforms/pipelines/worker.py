@@ -17,6 +17,7 @@ from weft.meshes.mesh import Mesh
 from weft.ops.transfers.collective import Place, placed
 from weft.schema import Schema
 from weft.torchapi.private import storage_id
+from weft.torchapi.ranges import profile_range
 from weft.transforms.pipelines.timing.timeline import measuring
 from weft.trees import tree_leaves, tree_map
 
@@ -133,7 +134,10 @@ class Worker:
     def perform(self, effect: Effect, link: Link) -> None:
         """Perform the next effect of the program."""
         recorder = measuring()
-        with nullcontext() if recorder is None else recorder.span(self.rank, effect):
+        with (
+            profile_range("weft: rank {}: {}", self.rank, effect),
+            nullcontext() if recorder is None else recorder.span(self.rank, effect),
+        ):
             self._perform(effect, link)
 
     def _perform(self, effect: Effect, link: Link) -> None:
