@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from weft.display.quantities import counted
+from weft.display.quantities import byte_size, counted
 from weft.extras import install_command
 from weft.stages.adapters.adapter import load_adapter
 from weft.stages.checkpoints.chat import ChatTemplate
@@ -253,11 +253,9 @@ def _engine(here: Here, options: Serve, name: str) -> Engine:
     )
     if graph != "none":
         say(f"capturing graphs of mode {graph}")
-    captures = engine.warm_up().captures
-    say(
-        f"{counted(captures, 'graph')}; {counted(engine.stats().pages_free, 'page')} of the KV"
-        " cache"
-    )
+    stats = engine.warm_up()
+    pages = f"{counted(stats.pages_free, 'page')} of the KV cache"
+    say(f"{counted(stats.captures, 'graph')}; {pages}, {byte_size(stats.kv_cache_bytes)}")
     return engine
 
 

@@ -19,6 +19,7 @@ from weft.stages.adapters.adapter import Adapter
 from weft.stages.model import Model
 from weft.torchapi.ranges import profile_range
 from weft.transforms.engine.calls import Calls
+from weft.transforms.engine.memory import cache_bytes
 from weft.transforms.engine.options import EngineLimits, Speculation, check_engine, query_lens
 from weft.transforms.engine.outputs import (
     OutputProcessor,
@@ -166,7 +167,7 @@ class Engine:
         self._outputs = OutputProcessor(
             model.tokenizer, model.config.vocab_size, self._builder.eos_ids
         )
-        self._counts = Counts(self._executor.classes)
+        self._counts = Counts(self._executor.classes, cache_bytes(self._executor.state))
         self._num_added = 0
         self._pending = deque[PendingResults]()
         self._unreturned = list[RequestOutput]()
@@ -186,7 +187,7 @@ class Engine:
                 self, limits.max_step_seconds, self._executor.classes.captured_tokens
             )
             # The measurements used the engine itself: count as if it had served nothing.
-            self._counts = Counts(self._executor.classes)
+            self._counts = Counts(self._executor.classes, self._counts.kv_cache_bytes)
             self._num_added = 0
             self._outputs.ended, self._host.num_found = Counter(), 0
 

@@ -1,7 +1,7 @@
 """The memory of an engine: pages of the KV cache, and how many fit beside the graphs."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from weft.display.quantities import byte_size
 from weft.errors import RequestError
 from weft.stages.model import Model
+from weft.state import State
 from weft.transforms.engine.steps.executor import Executor, estimate_all
 from weft.transforms.pipelines.timing.hardware import MEMORY_SHARE
 from weft.trees import tree_leaves
@@ -43,6 +44,19 @@ def page_bytes(model: Model, num_layers: int, page_size: int) -> int:
         * config.head_dim
         * model.cache_dtype.itemsize
     )
+
+
+def cache_bytes(states: Iterable[State]) -> int:
+    """Bytes of the KV cache of these stages: the pages of the model, of the models beside it, of a
+    draft model, and what pages keep of carried values."""
+    tensors = list[Tensor | None]()
+    for state in states:
+        tensors += [state.kv_pages, *state.beside.values()]
+        if state.drafting is not None:
+            tensors.append(state.drafting.kv_pages)
+        if state.carried is not None and state.carried.snapshots is not None:
+            tensors += state.carried.snapshots.values()
+    return sum(x.nbytes for x in tensors if x is not None)
 
 
 def fitting_pages(

@@ -21,6 +21,8 @@ class Stats:
             counts.
         pages_held, pages_kept, pages_free: pages of the KV cache: those that requests hold; free
             ones that are still in the prefix cache; and all free ones.
+        kv_cache_bytes: the memory of all pages of the KV cache in this process, held or free: those
+            of the model's stages that run here, of a draft model, and of models beside.
         prefix_tokens: prompt tokens that were found in the prefix cache.
         preempted: how often a request gave up its pages to others, and had to restart later.
         ended: requests that have ended, by reason.
@@ -43,6 +45,7 @@ class Stats:
     pages_held: int
     pages_kept: int
     pages_free: int
+    kv_cache_bytes: int
     prefix_tokens: int
     preempted: int
     ended: Mapping[str, int]
@@ -75,9 +78,11 @@ class Counts:
 
     Args:
         classes: the classes that steps run under.
+        kv_cache_bytes: the memory of the KV cache.
     """
 
     classes: Classes
+    kv_cache_bytes: int
     tokens: int = 0
     padding: int = 0
     drafted: int = 0
@@ -115,6 +120,7 @@ class Counts:
             pages_held=pages.num_held,
             pages_kept=pages.num_evictable,
             pages_free=pages.num_free,
+            kv_cache_bytes=self.kv_cache_bytes,
             prefix_tokens=host.num_found,
             preempted=host.num_preempted,
             ended=dict(ended),

@@ -23,6 +23,7 @@ _GAUGES = {
     "waiting": "completions that wait",
     "pages_held": "pages of the KV cache that requests hold",
     "pages_free": "pages of the KV cache that no request holds",
+    "kv_cache_bytes": "bytes of all pages of the KV cache, on the first rank",
 }
 _COUNTS = {
     "preempted": "how often a request gave up its pages",

@@ -239,7 +239,7 @@ def test_what_it_does_before_it_listens() -> None:
         "making its engine, on cpu in bfloat16",
         "capturing graphs of mode full_decode_only",
     ]
-    assert re.fullmatch(r"\d+ graphs?; \d+ pages of the KV cache", said[3])
+    assert re.fullmatch(r"\d+ graphs?; \d+ pages of the KV cache, [\d.]+ MB", said[3])
     assert (len(said), lines[4:]) == (
         4,
         ["SIGTERM: 0 completions under way may end; a second signal ends at once"],

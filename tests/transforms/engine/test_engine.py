@@ -277,6 +277,37 @@ def test_stats_count_what_was_done() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "num_layers"),
+    [
+        ({}, 3),
+        ({"pipeline": 2}, 3),
+        ({"speculation": Speculation(model=small_model(1), num_tokens=2)}, 3 + 3),
+    ],
+    ids=["one stage", "two stages", "with a draft model"],
+)
+def test_stats_have_the_bytes_of_the_kv_cache(options: dict[str, Any], num_layers: int) -> None:
+    engine = Engine(small_model(), SMALL, graph="none", **options)
+    keys = num_layers * 16 * 4 * 1 * 4  # layers, pages, tokens, heads, dimensions
+    assert engine.stats().kv_cache_bytes == 2 * keys * 4
+    engine.add([1, 2, 3], max_tokens=4)
+    engine.step()
+    assert engine.stats().kv_cache_bytes == 2 * keys * 4, "it does not depend on the requests"
+
+
+def test_the_kv_cache_of_a_model_beside_and_snapshots_of_pages_count() -> None:
+    carries = {"state": torch.zeros(5)}
+    model = small_model().with_stages(
+        logits=lambda logits, rows, extras: logits + extras["other"],
+        beside={"other": small_model(1)},
+    )
+    plain = Engine(small_model(), SMALL, graph="none").stats().kv_cache_bytes
+    assert Engine(model, SMALL, graph="none").stats().kv_cache_bytes == 2 * plain
+    snapshots = small_model().with_stages(carries=carries, prefix_caching="snapshot")
+    with_snapshots = Engine(snapshots, SMALL, graph="none").stats().kv_cache_bytes
+    assert with_snapshots - plain == (16 + 1) * 5 * 4, "for each page, and a scratch one"
+
+
 def test_each_class_of_steps_without_a_graph_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -176,7 +176,8 @@ def test_metrics_that_only_grow_are_counters(server: Served) -> None:
     lines = httpx.get(f"{server.url}/metrics").text.splitlines()
     kinds = dict(line.split()[2:] for line in lines if line.startswith("# TYPE"))
     assert {
-        kinds[f"weft_{name}"] for name in ("running", "waiting", "pages_held", "pages_free")
+        kinds[f"weft_{name}"]
+        for name in ("running", "waiting", "pages_held", "pages_free", "kv_cache_bytes")
     } == {"gauge"}
     assert {kinds[f"weft_{name}_total"] for name in ("preempted", "prefix_tokens", "captures")} == {
         "counter"
