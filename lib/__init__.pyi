@@ -5,7 +5,12 @@ from . import (
     stages as stages,
     transforms as transforms,
 )
-from .batch import EMBEDDED as EMBEDDED, LAST_TOKEN as LAST_TOKEN, Batch as Batch
+from .batch import (
+    DRAFT as DRAFT,
+    EMBEDDED as EMBEDDED,
+    LAST_TOKEN as LAST_TOKEN,
+    Batch as Batch,
+)
 from .descriptor import BatchDescriptor as BatchDescriptor, Descriptor as Descriptor
 from .donation import clone as clone, donate as donate, donates as donates
 from .effects import Program as Program

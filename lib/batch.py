@@ -24,9 +24,9 @@ LAST_TOKEN = -1
 EMBEDDED = -2
 """In `Batch.input_ids`: a token without an id; its embedding is in `Batch.inputs_embeds`."""
 
-# In `Batch.input_ids`: a draft, which the step itself fills in. A sentinel that is not filled in is
-# no valid token id, so it never equals a sampled one.
 DRAFT = -3
+"""In `Batch.input_ids`: a place for a draft, which the step itself fills in. It is no token's id, so
+a place that is left as it is never equals a sampled token."""
 
 # In `Batch.positions`: the token's place in its request plus the request's mRoPE delta.
 IN_ORDER = -1
@@ -58,9 +58,9 @@ class Batch(Summarized):
     Args:
         descriptor: the shape class.
         rows: [num_reqs] int64, the request's row in the state; -1 for padding.
-        input_ids: [num_tokens] int64, request after request; -1 stands for the request's last
-            sampled token, -2 for a token whose embedding is given, -3 for a draft that the step
-            fills in.
+        input_ids: [num_tokens] int64, request after request. `weft.LAST_TOKEN` (-1) stands for the
+            request's last sampled token, `weft.EMBEDDED` (-2) for a token whose embedding is given,
+            and `weft.DRAFT` (-3) for a draft that the step fills in.
         query_start_loc: [num_reqs + 1] int32, the start of each request's tokens; padding repeats
             the last entry.
         samples: [num_reqs] bool, whether the step reaches the end of the request's prompt or is
@@ -71,8 +71,8 @@ class Batch(Summarized):
         targets: [num_tokens] int64, the prompt's next token after each token; the step also returns
             the logprobs of these. None if no request asks for them.
         inputs_embeds: [num_tokens, hidden_size] in the model's dtype, the embeddings of the tokens
-            whose `input_ids` are -2, because they have no id (image tokens, for example). None if
-            there are no such tokens. Only the first stage takes it.
+            whose `input_ids` are `weft.EMBEDDED`, because they have no id (image tokens, for
+            example). None if there are no such tokens. Only the first stage takes it.
         positions: [3, num_tokens] int64, for a model with mRoPE: the positions of a prompt's tokens
             in time, height and width, as transformers' `get_rope_index` returns them. -1 marks a
             token whose three positions all equal its place in the request plus the request's
@@ -154,8 +154,8 @@ class Batch(Summarized):
             rows: the requests' rows in the state.
             token_ids: the tokens of each request, at least one.
             samples: whether each request is past its prompt after this step; by default all are.
-            inputs_embeds: [num_tokens, hidden_size], the embeddings of the tokens that are EMBEDDED
-                (-2).
+            inputs_embeds: [num_tokens, hidden_size], the embeddings of the tokens that are
+                `weft.EMBEDDED`.
             positions: [3, num_tokens] int64, for a model with mRoPE: time, height, width; -1 for a
                 token in order (see `Batch`).
             token_extras: [num_tokens, ...] by name, per-token inputs for stages that take extra

@@ -7,6 +7,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.batch import DRAFT
 from weft.ops.products.fp8 import ceil_blocks, reference_quantize
 from weft.ops.tiles.tile import Tile
 from weft.stages.attention.rope import Rope, inverse_frequencies, rope_tables
@@ -418,7 +419,7 @@ def requests() -> list[Case]:
         table = torch.randint(0, 99, (num_rows, 80), generator=GENERATOR, dtype=torch.int32)
         ids = torch.randint(-1, 50, (size,), generator=GENERATOR)
         limits = positions + 2
-        drafts = torch.where(torch.arange(size) % 3 == 1, -3, ids)
+        drafts = torch.where(torch.arange(size) % 3 == 1, DRAFT, ids)
         row_indices = torch.tensor(rows, dtype=torch.int64)
         for token_ids, most in ((ids, None), (drafts, limits)):
             args: tuple[Any, ...] = (
