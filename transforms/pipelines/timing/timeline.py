@@ -1,10 +1,12 @@
 """`Timeline`: the events of a run, simulated or measured; `measure` records a timeline, and
 `compare` compares two."""
 
+import json
 import textwrap
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import attrs
@@ -17,6 +19,7 @@ from weft.display.plots import axes_for, new_axes
 from weft.display.tables import element
 from weft.effects import Effect, Run
 from weft.errors import ProgramError
+from weft.transforms.pipelines.timing.chrome_trace import trace_of
 from weft.transforms.pipelines.timing.drawing import draw_plot, draw_svg, draw_text
 from weft.transforms.pipelines.timing.events import (
     Event,
@@ -120,6 +123,29 @@ class Timeline:
         ax = axes_for("timeline.plot()", ax, 9.0, 1.3 + 0.55 * self.num_ranks)
         draw_plot(ax, self.events, self.bubble, self.step_time, duration(self.step_time))
         return ax
+
+    def save(self, path: Path | str) -> None:
+        """Write it in Chrome's trace event format, which https://ui.perfetto.dev and
+        `chrome://tracing` open: a thread for each rank, and an arrow from each send to its receive.
+        Times are in microseconds, to the nanosecond.
+
+        Args:
+            path: a file whose name ends in `.json`.
+
+        Raises:
+            ProgramError: the name ends otherwise, or the file cannot be written.
+        """
+        call = f"timeline.save({str(path)!r:.200})"
+        if Path(path).suffix != ".json":
+            problem = f"a name that ends in {Path(path).suffix!r}"
+            instead = 'a .json file, as in timeline.save("step.json"); as_svg() gives a picture'
+            raise ProgramError(call, problem, instead)
+        try:
+            Path(path).write_text(json.dumps(trace_of(self.events)), encoding="utf-8")
+        except (OSError, ValueError) as error:
+            problem = f"{getattr(error, 'strerror', error)}"
+            instead = "a file that can be written, in a folder that exists"
+            raise ProgramError(call, problem, instead) from error
 
 
 def _moved(event: Event, zero: float) -> Event:

@@ -1,9 +1,11 @@
 """Timelines: shares, text, SVG, measured timelines, and comparisons."""
 
 import itertools
+import json
 import math
 import re
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -12,7 +14,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from weft.display.durations import ticks
-from weft.effects import Run, Send
+from weft.effects import Broadcast, Recv, Run, Send
 from weft.errors import CostError, ProgramError
 from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.schedule import decode_jobs, make_programs, streaming
@@ -330,3 +332,117 @@ def test_the_picture_for_a_file_is_that_of_a_notebook() -> None:
     timeline = simulate(streaming(2, 1), Costs([1.0, 1.0]))
     assert timeline.as_svg() == timeline._repr_html_()
     assert timeline.as_svg().startswith("<svg ")
+
+
+# a file
+
+
+def saved(timeline: Timeline, folder: Path) -> list[dict[str, Any]]:
+    """The events of a trace, read back."""
+    file = folder / "step.json"
+    timeline.save(file)
+    trace = json.loads(file.read_text(encoding="utf-8"))
+    events: list[dict[str, Any]] = trace["traceEvents"]
+    return events
+
+
+@pytest.mark.parametrize(("stages", "cohorts", "steps"), [(1, 1, 1), (3, 3, 2)])
+def test_a_trace_has_the_events(stages: int, cohorts: int, steps: int, tmp_path: Path) -> None:
+    timeline = decoding(stages, cohorts, steps)
+    events = saved(timeline, tmp_path)
+    complete = [event for event in events if event["ph"] == "X"]
+    assert [(event["tid"], event["name"]) for event in complete] == [
+        (event.rank, str(event.effect)) for event in timeline.events
+    ]
+    for written, event in zip(complete, timeline.events, strict=True):
+        assert written["ts"] / 1e6 == pytest.approx(event.start, abs=1e-9)
+        assert written["dur"] / 1e6 == pytest.approx(event.end - event.start, abs=2e-9)
+        assert written["args"]["waited"] / 1e6 == pytest.approx(event.waited, abs=1e-9)
+        assert written["args"]["microbatch"] == event.effect.microbatch
+    threads = [event for event in events if event["name"] == "thread_name"]
+    assert [(event["tid"], event["args"]["name"]) for event in threads] == [
+        (rank, f"rank {rank}") for rank in range(stages)
+    ]
+    assert {event["pid"] for event in events} == {0}
+
+
+def test_events_of_a_rank_do_not_overlap_in_a_trace(tmp_path: Path) -> None:
+    """A viewer drops a complete event that ends after the next one on its thread has begun."""
+    third = 1e-6 / 3
+    runs = [Event(0, Run("stage 0", mb), mb * third, (mb + 1) * third) for mb in range(100)]
+    complete = [event for event in saved(Timeline.of(runs), tmp_path) if event["ph"] == "X"]
+    for before, after in itertools.pairwise(complete):
+        assert round(1e3 * (before["ts"] + before["dur"])) <= round(1e3 * after["ts"])
+
+
+def arrows(events: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """The names of the two events that each arrow joins."""
+    complete = [event for event in events if event["ph"] == "X"]
+
+    def named(end: dict[str, Any]) -> str:
+        [name] = [
+            event["name"]
+            for event in complete
+            if event["tid"] == end["tid"]
+            and event["ts"] <= end["ts"] < event["ts"] + event["dur"]
+            and event["cat"] in ("send", "recv", "broadcast")
+        ]
+        return f"rank {end['tid']}: {name}"
+
+    starts = {event["id"]: event for event in events if event["ph"] == "s"}
+    ends = {event["id"]: event for event in events if event["ph"] == "f"}
+    assert starts.keys() == ends.keys()
+    assert all(end["bp"] == "e" for end in ends.values())
+    return [(named(starts[number]), named(ends[number])) for number in starts]
+
+
+def test_arrows_go_from_sends_to_their_receives(tmp_path: Path) -> None:
+    """Twice, as two calls of a pipeline do, and without the receive of the last message."""
+    events = []
+    for run in range(2):
+        start = 10.0 * run
+        events += [
+            Event(0, Send(1, 0), start, start + 1),
+            Event(1, Recv(0, 0, stage=0), start + 1, start + 2),
+            Event(1, Broadcast(1, 0), start + 3, start + 4),
+            Event(0, Broadcast(1, 0), start + 3, start + 5),
+        ]
+    events.append(Event(0, Send(1, 1), 20.0, 21.0))
+    pair = [
+        ("rank 0: send to 1 [mb 0]", "rank 1: recv stage 0 from 0 [mb 0]"),
+        ("rank 1: broadcast from 1 [mb 0]", "rank 0: broadcast from 1 [mb 0]"),
+    ]
+    trace = saved(Timeline.of(events), tmp_path)
+    assert sorted(arrows(trace)) == sorted(2 * pair)
+    times = [(event["ts"] // 1e7, event["ph"]) for event in trace if event["ph"] in ("s", "f")]
+    assert times == [(run, end) for run in (0, 1) for end in "sf"] * 2, "each in its own run"
+
+
+@pytest.mark.parametrize(
+    ("name", "problem", "instead"),
+    [
+        (
+            "step.svg",
+            "a name that ends in '.svg'",
+            'a .json file, as in timeline.save("step.json"); as_svg() gives a picture',
+        ),
+        (
+            "step",
+            "a name that ends in ''",
+            'a .json file, as in timeline.save("step.json"); as_svg() gives a picture',
+        ),
+        (
+            "nowhere/step.json",
+            "No such file or directory",
+            "a file that can be written, in a folder that exists",
+        ),
+    ],
+)
+def test_a_trace_that_cannot_be_written_is_refused(
+    name: str, problem: str, instead: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ProgramError) as error:
+        decoding(1, 1, 1).save(tmp_path / name)
+    assert error.value.call == f"timeline.save({str(tmp_path / name)!r})"
+    assert (error.value.problem, error.value.instead) == (problem, instead)
+    assert not list(tmp_path.iterdir())
