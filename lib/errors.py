@@ -1,6 +1,8 @@
 """The exceptions that weft raises, each with the call as written, what was seen, and what to write
 instead; and its warnings."""
 
+from weft.tracebacks import render
+
 # The most characters of a call in an error's text; of a longer one, the middle is left out.
 _LONGEST = 400
 
@@ -33,6 +35,11 @@ class WeftError(Exception):
         if len(call) > _LONGEST:
             call = f"{call[:half]} … {call[-half:]}"
         return f"{call}\n  saw: {self.problem}\n  instead: {self.instead}"
+
+    def _render_traceback_(self) -> list[str]:
+        """The lines that IPython shows, which looks for a method of this name. An error that is no
+        WeftError, such as a bug in weft, is shown with all of its frames."""
+        return render(self)
 
 
 class ArgumentError(WeftError, TypeError):
