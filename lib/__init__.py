@@ -14,35 +14,46 @@ _load, __dir__, __all__ = attach_stub(__name__, __file__)
 
 __version__ = "0.1.0"
 
-# Names in other libraries, and their equivalents in weft.
+# Names in other libraries, and what to use here.
 _MEANT = {
-    "jit": "graphify",
-    "compile": "graphify",
-    "make_graphed_callables": "graphify",
-    "pmap": "pipeline",
-    "shard_map": "shard",
-    "distribute_tensor": "distribute",
-    "psum": "all_reduce",
-    "psum_scatter": "reduce_scatter",
-    "LLM": "generate",
-    "LLMEngine": "Engine",
-    "AsyncLLM": "Engine",
-    "AsyncLLMEngine": "Engine",
-    "AsyncEngineArgs": "EngineLimits",
-    "EngineArgs": "EngineLimits",
-    "CompletionOutput": "Completion",
-    "LoRARequest": "load_adapter",
-    "from_pretrained": "load",
+    "jit": "weft.graphify",
+    "compile": "weft.graphify",
+    "make_graphed_callables": "weft.graphify",
+    "pmap": "weft.pipeline",
+    "shard_map": "weft.shard",
+    "distribute_tensor": "weft.distribute",
+    "psum": "weft.all_reduce",
+    "psum_scatter": "weft.reduce_scatter",
+    "LLM": "weft.generate",
+    "LLMEngine": "weft.Engine",
+    "AsyncLLM": "weft.Engine",
+    "AsyncLLMEngine": "weft.Engine",
+    "AsyncEngineArgs": "weft.EngineLimits",
+    "EngineArgs": "weft.EngineLimits",
+    "CompletionOutput": "weft.Completion",
+    "LoRARequest": "weft.load_adapter",
+    "from_pretrained": "weft.load",
+    "value_and_grad": "torch.func.grad_and_value",
+    # These have the same names in JAX and in torch.func.
+    **{
+        name: f"torch.func.{name}"
+        for name in ("vmap", "grad", "vjp", "jvp", "jacfwd", "jacrev", "hessian", "linearize")
+    },
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
         return _load(name)
-    if name in _MEANT:
-        meant = f"; weft.{_MEANT[name]} is what does it here"
-    else:
-        meant = ""
-    raise AttributeError(
-        f"module 'weft' has no attribute {name!r}{meant}", name=name, obj=sys.modules[__name__]
-    )
+    text = f"module 'weft' has no attribute {name!r}"
+    if meant := _MEANT.get(name) or _among_transforms(name):
+        text += f"; use {meant}"
+    raise AttributeError(text, name=name, obj=sys.modules[__name__])
+
+
+def _among_transforms(name: str) -> str:
+    """The name in `weft.transforms`; empty if it has none."""
+    # Python itself asks modules for names like `__wrapped__`.
+    if name.startswith("_") or name not in _load("transforms").__all__:
+        return ""
+    return f"weft.transforms.{name}"

@@ -9,7 +9,14 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from weft.arguments.checks import Rule, check_values, kind_of, other_signature
+from weft.arguments.checks import (
+    Rule,
+    check_values,
+    kind_of,
+    names_arguments,
+    other_signature,
+)
+from weft.arguments.equivalents import STAGES
 from weft.errors import ProgramError, RequestError
 from weft.ops.attention.backends import AttentionBackend
 from weft.settings import batch_invariant as invariant, is_batch_invariant
@@ -153,6 +160,7 @@ class Model:
             "kv_dtype": f"{self.cache_dtype}",
         }
 
+    @names_arguments(**STAGES)
     def with_stages(
         self,
         transform: Transform | None = None,

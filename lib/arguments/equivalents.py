@@ -188,6 +188,16 @@ ENGINE = {
     **_all("disable_radix_cache enable_prefix_caching", "prefix_caching=False, or True"),
 }
 
+# The names for `Model.with_stages`.
+STAGES = {
+    **_all("attn self_attn", "attention=..., or attend=... for attention between its projections"),
+    **_all("ffn mlp", "feed_forward=..."),
+    **_all("layernorm rms_norm", "norm=..."),
+    **_all("head lm_head", "logits=..."),
+    **_all("layer", "layers={index: f}"),
+    **_all("hooks register_forward_hook", "layers={index: f}, or captures={name: example}"),
+}
+
 # The names for `load`.
 LOAD = {
     **_NOWHERE,

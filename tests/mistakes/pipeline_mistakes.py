@@ -196,6 +196,16 @@ MISTAKES = {
         "f(x: torch.Tensor) -> torch.Tensor",
         THREE,
     ),
+    "scan: called as JAX's is": Mistake(
+        lambda: weft.scan(f, X, X),  # type: ignore[call-arg, arg-type]
+        ArgumentError,
+        "scan(..., ..., ...)",
+        "3 arguments by position, of which it takes 2",
+        (
+            "step and length: scan(step, length)(params, state, batch), where each step has the same"
+            " batch"
+        ),
+    ),
     "pipeline: a scan of another function": Mistake(
         lambda: weft.scan(f, 2),
         ProgramError,

@@ -27,6 +27,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "Engine": lambda **kwargs: weft.Engine(model(), ONE, **kwargs),
     "EngineLimits": lambda **kwargs: weft.EngineLimits(**kwargs),
     "load": lambda **kwargs: weft.load(DEMO, "cpu", **kwargs),
+    "with_stages": lambda **kwargs: model().with_stages(**kwargs),
 }
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "generate": weft.generate,
@@ -36,6 +37,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "Engine": weft.Engine,
     "EngineLimits": weft.EngineLimits,
     "load": weft.load,
+    "with_stages": weft.Model.with_stages,
 }
 OWN = ("temperature", "top_p")
 TABLES: dict[str, dict[str, str]] = {
@@ -46,6 +48,7 @@ TABLES: dict[str, dict[str, str]] = {
     "Engine": equivalents.ENGINE,
     "EngineLimits": equivalents.LIMITS,
     "load": equivalents.LOAD,
+    "with_stages": equivalents.STAGES,
 }
 MASK = "mask=...): a function from the tokens said so far to those that may be next"
 STAGES = "weft.transforms.make_runner(model, limits): its stages are functions that return them"
@@ -82,9 +85,12 @@ ANSWERS = {
         "load",
         "load_in_8bit",
     ): "leave it out: linear layers are in FP8 where the checkpoint has them so",
+    ("with_stages", "attn"): ("attention=..., or attend=... for attention between its projections"),
+    ("with_stages", "mlp"): "feed_forward=...",
     # A slip of the pen is of the nearest name, which may be another library's.
     ("generate", "topp"): "sampling=weft.SamplingParams(top_p=...)",
     ("generate", "max_token"): "max_tokens=...",
+    ("with_stages", "logit"): "logits=...",
 }
 
 

@@ -4,6 +4,8 @@ change here, to be read as a user would.
 """
 
 import re
+from importlib import import_module
+from operator import attrgetter
 from typing import Any
 
 import batch_mistakes
@@ -50,17 +52,31 @@ def test_it_is_of_the_call_what_was_seen_and_the_remedy(mistake: str) -> None:
     assert max(map(len, str(error).splitlines())) < 200
 
 
-def test_a_name_of_jax_is_answered() -> None:
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    {
+        "jit": "weft.graphify",
+        "vmap": "torch.func.vmap",
+        "grad": "torch.func.grad",
+        "simulate": "weft.transforms.simulate",
+        "MODES": "weft.transforms.MODES",
+    }.items(),
+)
+def test_a_name_that_is_elsewhere_is_answered(name: str, meant: str) -> None:
     with pytest.raises(AttributeError) as error:
-        _ = weft.jit
-    assert (
-        str(error.value)
-        == "module 'weft' has no attribute 'jit'; weft.graphify is what does it here"
-    )
+        getattr(weft, name)
+    assert str(error.value) == f"module 'weft' has no attribute {name!r}; use {meant}"
+
+
+@pytest.mark.parametrize("name", ["nothing_like_it", "__wrapped__"])
+def test_a_name_that_is_nowhere_is_refused_without_a_hint(name: str) -> None:
+    with pytest.raises(AttributeError, match=rf"^module 'weft' has no attribute '{name}'$"):
+        getattr(weft, name)
 
 
 def test_each_name_of_others_is_answered_by_one_that_there_is() -> None:
-    assert {*weft._MEANT.values()} <= {*weft.__all__}
+    for meant in weft._MEANT.values():
+        assert callable(attrgetter(meant.partition(".")[2])(import_module(meant.split(".")[0])))
     assert not {*weft._MEANT} & {*weft.__all__}
 
 
