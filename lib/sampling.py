@@ -69,7 +69,8 @@ class SamplingParams:
         repetition_penalty: divides the positive logits, and multiplies the negative ones, of tokens
             in the prompt or the completion.
         presence_penalty: subtracted from the logits of tokens in the completion.
-        frequency_penalty: subtracted from them once for each occurrence.
+        frequency_penalty: subtracted from the logits of tokens in the completion, once for each
+            occurrence.
         logit_bias: a number for each token id, added to that token's logit.
         allowed_token_ids: only these tokens are drawn; None: all are allowed.
         bad_token_ids: tokens that are never drawn.
@@ -289,7 +290,7 @@ _TEXTS = (
 _BOOL = (lambda x: isinstance(x, bool), "True or False")
 _PENALTY = (lambda x: is_number(x, -2, 2), "a number from -2 to 2; 0 changes nothing")
 # For each field, the condition on its value, and the text of the error if it does not hold.
-_CHECKS: dict[str, tuple[Any, str]] = {
+CHECKS: dict[str, tuple[Any, str]] = {
     "temperature": (
         lambda x: x is None or is_number(x, 0, 1e38),
         "a finite number >= 0; 0 is greedy",
@@ -333,7 +334,7 @@ def _checks() -> tuple[tuple[str, Any, Any, str], ...]:
     """For each field its name, its default (which is valid), the condition, and the text."""
     defaults = dict(_defaults())
     return tuple(
-        (name, defaults[name], holds, instead) for name, (holds, instead) in _CHECKS.items()
+        (name, defaults[name], holds, instead) for name, (holds, instead) in CHECKS.items()
     )
 
 

@@ -4,8 +4,12 @@ from weft.stages import DEMO
 
 COMMANDS: dict[str, tuple[list[str], str]] = {
     "a command that is none": (
-        ["generat"],
-        "argument COMMAND: invalid choice: 'generat' (choose from",
+        ["transcribe", "--model", "demo"],
+        "weft: error: no command 'transcribe' (instead: see weft --help)",
+    ),
+    "a command misspelt": (
+        ["genrate", "--model", "demo"],
+        "weft: error: no command 'genrate' (instead: weft generate, or see weft --help)",
     ),
     "no model": (
         ["generate", "--prompt", "A"],
@@ -56,10 +60,22 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
         "unrecognized arguments: --batch-size 3 (instead: see weft generate --help)",
     ),
     "sampling that the command does not have": (
-        ["generate", "--model", "demo", "--prompt", "A", "--top-p", "0.5"],
+        ["generate", "--model", "demo", "--prompt", "A", "--logprobs", "5"],
         (
             "instead: in Python, weft.generate(..., sampling=weft.SamplingParams(...)), or see weft"
             " generate --help)"
+        ),
+    ),
+    "sampling out of range": (
+        ["generate", "--model", "demo", "--prompt", "A", "--top-p", "0"],
+        "argument --top-p: '0': write a number > 0 and <= 1; 1 keeps all",
+    ),
+    "sampling of a greedy request": (
+        ["generate", "--model", "demo", "--prompt", "A", "--top-p", "0.5"],
+        (
+            "error: weft generate --top-p 0.5\n  saw: --top-p 0.5, which changes nothing of a greedy"
+            " request, and no temperature\n  instead: --temperature 1.0, or another at which to draw;"
+            " --temperature 0 to be greedy all the same"
         ),
     ),
     "a model of no such name to serve": (

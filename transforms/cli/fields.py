@@ -4,6 +4,9 @@ made from these fields.
 Importing this module imports neither torch, rich nor numpy.
 """
 
+import inspect
+import re
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, NoReturn
@@ -11,7 +14,8 @@ from typing import Any, ClassVar, NoReturn
 import attrs
 
 from weft.errors import RequestError, WeftError
-from weft.transforms.cli.flags import Kind
+from weft.sampling import CHECKS, SamplingParams
+from weft.transforms.cli.flags import SWITCH, Kind, value
 
 # The groups of options in the order of `--help`. Exactly one option of the group `model` must be
 # given.
@@ -78,6 +82,46 @@ def option(
     return attrs.field(
         default=default, metadata={"group": group, "help": help, "kind": kind, "also": also}
     )
+
+
+def sampling_option(name: str, metavar: str) -> Any:
+    """A field that sets the one of `SamplingParams` of this name, whose values, default and text it
+    takes.
+
+    Args:
+        metavar: the placeholder of the value in `--help`; empty for a switch.
+    """
+    field: Any = attrs.fields_dict(SamplingParams)[name]
+    allowed, instead = CHECKS[name]
+    help = argument_texts(SamplingParams)[name]
+
+    def convert(text: str) -> Any:
+        number = field.type(text)
+        if field.converter is None:
+            return number
+        return field.converter(number)
+
+    if field.type is bool:
+        kind: Kind = SWITCH
+    elif field.type in (int, float):
+        kind = value(metavar, convert, allowed, instead)
+    else:
+        one = value(metavar, str, lambda text: allowed((text,)), instead)
+        kind = {**one, "action": "append"}
+        help += "; may be repeated"
+    return option("sampling", help, kind, field.default)
+
+
+def argument_texts(documented: type) -> dict[str, str]:
+    """What a class's docstring says of each of its arguments, without the last full stop.
+
+    >>> argument_texts(SamplingParams)["ignore_eos"]
+    "whether to continue after the model's end-of-sequence tokens"
+    """
+    _, _, after = inspect.cleandoc(documented.__doc__ or "").partition("Args:\n")
+    arguments = textwrap.dedent(after.partition("\n\n")[0])
+    entries = re.findall(r"^(\w+): (.*(?:\n .*)*)", arguments, re.MULTILINE)
+    return {name: " ".join(text.split()).removesuffix(".") for name, text in entries}
 
 
 def flag_of(name: str) -> str:

@@ -36,6 +36,7 @@ def run(options: Generate) -> int:
     # `_complete` checks again with the true ones.
     _check_room(options, read_config(options), least, " or more")
     check_file(options, "--certificates", options.certificates)
+    _ = options.sampling  # refuses contradictions before the model is loaded
     completed, certificates = in_ranks(_complete, options, options)
     if certificates:
         with options.about(f"--certificates {options.certificates}", RequestError):
@@ -75,7 +76,7 @@ def _complete(here: Here, options: Generate) -> tuple[Completed, list[Certificat
         model,
         prompts,
         max_tokens=options.max_tokens,
-        temperature=options.temperature,
+        sampling=options.sampling,
         seed=options.seed,
         pipeline=here.num_stages,
         graph=options.graph_mode,

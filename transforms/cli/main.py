@@ -18,6 +18,7 @@ import attrs
 from weft import __version__
 from weft.arguments.checks import nearest
 from weft.errors import CheckpointError, ConfigError, ConfigWarning, WeftError
+from weft.sampling import SamplingParams
 from weft.transforms.cli.fields import Options, flag_of, flagged
 from weft.transforms.cli.options import Bench, Demo, Doctor, Generate, Plan, Serve, Verify
 from weft.transforms.cli.printing import printable
@@ -132,12 +133,12 @@ _COMMANDS: dict[str, type[Options]] = {
 
 # vLLM's names for flags of weft.
 _ELSEWHERE = {"--tensor-parallel-size": "--tp", "--pipeline-parallel-size": "--pp"}
-_SAMPLING = "--top-p", "--top-k", "--min-p", "--stop"
+_SAMPLING = [flag_of(field.name) for field in attrs.fields(SamplingParams)]
 _IN_PYTHON = "in Python, weft.generate(..., sampling=weft.SamplingParams(...))"
 
 
 def parse(words: Sequence[str]) -> Options:
-    """Parse the command line; an unknown flag is refused with the nearest known flag.
+    """Parse the command line; an unknown command or flag is refused with the nearest known one.
 
     Raises:
         RequestError: flags that contradict each other.
@@ -145,7 +146,12 @@ def parse(words: Sequence[str]) -> Options:
     """
     # First without required flags: if one is missing because of a typo, the error is to show the
     # typo.
-    namespace, strange = build_parser(requires=False).parse_known_args(words)
+    parser = build_parser(requires=False)
+    if words and words[0] not in _COMMANDS and not words[0].startswith("-"):
+        near = [f"weft {name}" for name in nearest(words[0], _COMMANDS)]
+        remedy = ", or ".join((*near, "see weft --help"))
+        parser.error(f"no command {words[0]!r:.60} (instead: {remedy})")
+    namespace, strange = parser.parse_known_args(words)
     if strange:
         parser = namespace.parser
         flags = [

@@ -9,7 +9,8 @@ from functools import partial
 
 import attrs
 
-from weft.transforms.cli.fields import GROUPS, Options, option
+from weft.sampling import SamplingParams
+from weft.transforms.cli.fields import GROUPS, Options, option, sampling_option
 from weft.transforms.cli.flags import (
     ADAPTER,
     ATTENTION,
@@ -251,11 +252,30 @@ class Generate(RunOptions):
     )
     temperature: float = _sampling("0, the default, is greedy", TEMPERATURE, 0.0)
     seed: int | None = _sampling("seed of all random choices (default: a fresh one)", SEED)
+    top_k: int = sampling_option("top_k", "K")
+    top_p: float = sampling_option("top_p", "P")
+    min_p: float = sampling_option("min_p", "P")
+    repetition_penalty: float = sampling_option("repetition_penalty", "X")
+    presence_penalty: float = sampling_option("presence_penalty", "X")
+    frequency_penalty: float = sampling_option("frequency_penalty", "X")
+    stop: Sequence[str] = sampling_option("stop", "TEXT")
+    min_tokens: int = sampling_option("min_tokens", "N")
+    ignore_eos: bool = sampling_option("ignore_eos", "")
     adapter: str | None = _sampling("a LoRA adapter, as PEFT saves it", DIR)
     json: bool = _general("print one JSON object per completion, one per line", SWITCH, False)
     certificates: str | None = _general(
         "write each completion's certificate, for weft verify; needs --batch-invariant", FILE
     )
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How tokens are chosen, without the seed, which `generate` takes for all prompts.
+
+        Raises:
+            RequestError: a flag that changes nothing without --temperature.
+        """
+        names = (self.explicit & attrs.fields_dict(SamplingParams).keys()) - {"seed"}
+        return SamplingParams(**{name: getattr(self, name) for name in names})
 
 
 @attrs.frozen(kw_only=True)

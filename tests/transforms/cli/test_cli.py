@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -129,6 +130,50 @@ def test_a_seed_fixes_the_sample(run: Weft) -> None:
     first, again, other = (run(*generate(*hot, "--seed", seed))[1] for seed in ("1", "1", "2"))
     assert first == again
     assert json.loads(first)["token_ids"] != json.loads(other)["token_ids"]
+
+
+SAMPLING: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "top_k": (["--top-k", "2"], {"top_k": 2}),
+    "vLLM's top_k of all": (["--top-k", "-1"], {"top_k": -1}),
+    "top_p": (["--top-p", "0.3"], {"top_p": 0.3}),
+    "min_p": (["--min-p", "0.5"], {"min_p": 0.5}),
+    "stop": (["--stop", "e", "--stop", "a"], {"stop": ["e", "a"]}),
+    "min_tokens": (["--min-tokens", "2", "--stop", "e"], {"min_tokens": 2, "stop": "e"}),
+    "ignore_eos": (["--ignore-eos"], {"ignore_eos": True}),
+    "penalties": (
+        [
+            *("--repetition-penalty", "1.5"),
+            *("--presence-penalty", "2"),
+            *("--frequency-penalty", "-1.5"),
+        ],
+        {"repetition_penalty": 1.5, "presence_penalty": 2.0, "frequency_penalty": -1.5},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SAMPLING)
+def test_flags_of_sampling_are_its_arguments(run: Weft, case: str) -> None:
+    flags, arguments = SAMPLING[case]
+    always = ["--prompt", "A list is", "--temperature", "2", "--seed", "5", "--max-tokens", "24"]
+    code, out, err = run(*generate(*always, *flags, "--json"))
+    assert (code, err) == (0, "")
+    [expected] = weft.generate(
+        weft.load(DEMO, "cpu", "float32"),
+        ["A list is"],
+        max_tokens=24,
+        seed=5,
+        sampling=weft.SamplingParams(temperature=2.0, **arguments),
+    )
+    line = json.loads(out)
+    assert line["token_ids"] == expected.token_ids
+    assert (line["text"], line["stop_reason"]) == (expected.text, expected.stop_reason)
+
+
+def test_the_help_of_a_flag_of_sampling_is_that_of_the_argument(run: Weft) -> None:
+    _, out, _ = run("generate", "--help")
+    text = " ".join(out.split())
+    assert "--stop TEXT texts that end the request; the one that begins first" in text
+    assert "(and those that tie with the last); 0 and -1: all (default 0)" in text
 
 
 def test_readable_text_holds_prompt_and_completion_without_colour(run: Weft) -> None:
