@@ -60,7 +60,8 @@ class Engine:
             weights (`weft.load(..., shard=...)`), and the ranks of one stage have consecutive
             numbers. None: as many as the model has shares.
         graph: one of `weft.transforms.MODES`. On a GPU, steps without a graph are padded as in the
-            default mode, so that all modes run the same kernels.
+            default mode, so that all modes run the same kernels. On a CPU, graphs save no time:
+            `none` starts sooner (`weft.make_ladder`).
         transport: where the stages run; None: in this process. Every rank makes the same calls.
         run_ahead: steps to launch ahead of the step whose tokens are read, so that host and device
             work at the same time.

@@ -227,7 +227,7 @@ def generate(
         sampling: how tokens are chosen and what ends a completion: one for all prompts, or one per
             prompt. A seed in it takes precedence, and then the prompt's index does not matter.
         pipeline: the number of stages that the layers are split into.
-        graph: one of `weft.transforms.MODES`.
+        graph: one of `weft.transforms.MODES`; on a CPU, `none` starts sooner (`weft.make_ladder`).
         adapter: a LoRA from `weft.load_adapter`: one for all prompts, or one per prompt; None: the
             model alone.
         extras: the requests' extra inputs for the model's stages (`model.with_stages(...,
