@@ -1,6 +1,8 @@
-"""The page of measurements and its pictures, made from `proofs/results/`: `python -m
+"""The page of measurements, its pictures and its data, made from `proofs/results/`: `python -m
 weft.proofs.evidence.pages.measured`."""
 
+import csv
+import io
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -8,83 +10,87 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from weft.proofs.evidence.bench.turns.tables import newest_table, peer_rows
+from weft.proofs.evidence.bench.turns.tables import peer_rows, serving_table, summary
 from weft.proofs.evidence.pages.pictures import modes, roofline, tiles
 from weft.proofs.evidence.pages.predictions import predicted_rows
-from weft.proofs.evidence.pages.records import read, served, span, speeds
+from weft.proofs.evidence.pages.records import RESULTS, read, served, span, speeds
 from weft.proofs.evidence.pages.roofline import MODELS, roofline_rows
 
 PAGE = Path(__file__).parents[2] / "pages" / "measured.md"
+DATA = RESULTS / "measured.csv"
 PICTURES = (modes, roofline, tiles)
 HEADER = ("what", "figure", "against what", "build", "machine", "result file")
 _TITLE = """# Measured
 
-Two tables and two pictures, made from the records in `proofs/results/` by
-`python -m weft.proofs.evidence.pages.measured`; tests compare them.
+What weft is measured against: two tables, two pictures. Every figure, with its build, its machine and its record, is a
+row of [measured.csv](../results/measured.csv). `python -m weft.proofs.evidence.pages.measured` makes all of these from
+the records in `proofs/results/`; a test compares them. [What was learned](../evidence/NOTES.md) has the conclusions.
 
-## Beside vLLM
+## Serving, beside vLLM and the floor
 
-weft's output tokens a second over vLLM's, by medians, and in brackets weft's own; both were alive on one GPU, an H200
-if no other is named, and took turns. vLLM had no sampler of FlashInfer's, and DeepGEMM only where it is named. With
-both GPUs of a host in use, vLLM's small models are slower than alone, so those ratios flatter weft. Each is the newest
-record of its model, workload and machine; the table of all figures has the build, the range and vLLM's own. A workload
-is the number of requests, and the tokens in and out of each; with ¹, tokens of prompts count too. With ², each engine
-has one pass after the first: equal builds may differ by a fourth.
+SERVING
 
-NEWEST
+- **Cells**: weft's median tokens a second, all tokens for prompts and output tokens otherwise; for one request its
+  milliseconds a token. In brackets: how many times as fast as vLLM's median; and for decodes, the share of the speed
+  of the *floor*, at which a step's bytes are read at the data sheet's bandwidth and nothing else takes time.
+- **Workloads**: decodes have 2 tokens in, and 512 out (1 and 8 requests: 256); *prompts* are 128 requests with 512 in
+  and 64 out, *both* 128 with 512 in and 512 out. All requests arrive at once, and draw at temperature 1.
+- **How**: both engines were alive on one GPU and took turns, with models of the real dimensions and random weights of
+  one distribution; medians are of the passes after the first. torch 2.11, CUDA 13, Triton 3.6. vLLM had no sampler of
+  FlashInfer's. DeepGEMM, where named, ran the FP8 layers that are not experts, without its own warm-up.
+- **Which**: for each model and type of GPU, the record with vLLM's fastest configuration, then one with no other GPU of
+  its host in use, then the newest. ¹ Slow host: its CPU takes longer to prepare a small model's step than the GPU to
+  run it. ² The host's other GPU was in use, which slows vLLM's host code: the ratios of small models flatter weft.
+  ³ One pass after the first: equal builds may differ by a fourth.
+- **The rest**: SUMMARY
+  It also has graph modes, two and four GPUs, kernels, starts, memory and accuracy. Figures of different builds or hosts
+  do not compare; eager steps and `piecewise` wait for the host, and vary with it.
 
-## How to read the figures
+To measure a model of your own: `python -m weft.proofs.evidence.bench.turns --python PYTHON --models FOLDER --out
+RECORDS`, where PYTHON has vLLM, and FOLDER a `config.json`; `--workloads long uneven few_long` has long prompts. The
+other benchmarks are modules of `proofs/evidence/bench/` too (`python -m weft.proofs.evidence.bench.serving --help`).
 
-- **build**: when the run began (UTC). Most records do not name weft's commit. Figures of different builds do not
-  compare; of rows that differ in their date alone, the last is of the newest build.
-- **machine**: GPUs are NVIDIA H200, if no other is named, with torch 2.11, CUDA 13 and triton 3.6. On *slow host* the
-  CPU takes longer to prepare a step of a small model than the GPU takes to run it. With *both in use* another model was
-  started, measured or tested on the second GPU meanwhile, which slows the host.
-- Models have the real dimensions and random weights. Serving draws tokens at temperature 1; `512 in, 64 out` are the
-  tokens of each request; the milliseconds are the median time per output token. A range is the least and the greatest
-  of the runs. All requests arrive at once. *By turns*: vLLM and weft were alive on one GPU, and made their passes in
-  turn, with random weights of one distribution. *With DeepGEMM*: for the FP8 layers that are not experts, its own
-  warm-up skipped; with DeepGEMM for experts too vLLM was slower in an earlier run, but for one request. DeepGEMM
-  compiles for lengths that it has not seen, so its passes of `1 to 960 in` say nothing of its later speed. With 4 long
-  prompts vLLM's passes differ so much that its range says more than the ratio. That below 1 is of an old build.
-- Eager steps (`none`) and `piecewise` wait for the host, so they vary with it. The slowest runs of `512 in, 64 out` are
-  first passes, in which most batch sizes appear for the first time.
+## Overheads, beside CUDA graphs by hand and torch.compile
 
-To measure a model of your own beside vLLM: `python -m weft.proofs.evidence.bench.turns --python PYTHON --models
-FOLDER --out RECORDS`, where PYTHON has vLLM, and FOLDER a `config.json`; `--workloads long uneven few_long` has long
-prompts.
+OVERHEADS
 
-Each command to repeat a measurement is a module of `proofs/evidence/bench/` (`python -m
-weft.proofs.evidence.bench.serving --help`); `proofs/evidence/NOTES.md` says what was learned. Decode steps by number
-of requests and by context, as curves: `proofs/results/2026-11-22-h200-decode-modes.svg`; latency over HTTP against
-load: `proofs/results/2026-11-24-h200-http.svg`.
+GPUs are H200, if no other is named. Three numbers in a cell are for calls of 3, 30 and 300 tensors. A range is the
+least and the greatest of the runs. Curves of decode steps: `proofs/results/2026-11-22-h200-decode-modes.svg`; of
+latency over HTTP against load: `proofs/results/2026-11-24-h200-http.svg`.
 
 ## Decodes against the roofline
 
-100 % is the speed at which a step's bytes are read at the bandwidth of the data sheet, and nothing else takes time
-(`weft.proofs.evidence.pages.roofline`): weights, of experts as many as random routing chooses, keys and values of
-each request's tokens (258 on average after 2 in and 512 out), and logits. Bars are medians of the runs of the oldest
-and of the newest record of one GPU; hosts differ, so the newest may be the slower one. The first builds, of which
-`proofs/evidence/NOTES.md` tells, left no record of serving on one GPU.
+100 % is the floor of the first table: weights (of experts as many as random routing chooses), keys and values of each
+request's tokens (258 on average after 2 in and 512 out), and logits. Bars are medians of the runs of the oldest and of
+the newest record of one GPU; hosts differ, so the newest may be the slower one.
 
 ![Output tokens a second as a share of the roofline, oldest and newest record](roofline.svg)
 
 ## Tiles that nobody tuned
 
-The tile of a product is chosen by a model of its seconds, which was fitted to a search on one H100. Nothing is tried
-out at run time, and other GPUs than H100 (SXM) and H200 have torch's product, and in FP8 a rule. Here each sixth of
-the shapes was predicted by a fit that had not seen it (`python -m
-weft.proofs.evidence.bench.tiles.cross_validation`). The loss is the time of its choice over that of the best choice
-of the whole search on record, less one; `bench.tiles.search` now times only the tiles that came out best in it. The
-target is 5 % at the median and 15 % at the worst. The numbers of tokens of a column are in the fit for other shapes,
-and the list of tiles that the model knows was drawn up from all shapes; `proofs/evidence/NOTES.md` has the losses of
-shapes whose numbers of tokens the fit had not seen either, and says which of the worst cases are single times that
-were too long.
+On an H100 (SXM) or H200, a model of the time of products, fitted to a search on one H100, chooses each product's tile;
+nothing is tried out at run time. Other GPUs have torch's product, and in FP8 a rule. The loss is the time of the
+choice over that of the best one in the search, less one; the target is 5 % at the median and 15 % at the worst. Each
+sixth of the shapes was predicted by a fit without them (`python -m weft.proofs.evidence.bench.tiles.cross_validation`),
+but not without their numbers of tokens: [What was learned](../evidence/NOTES.md) has the losses of both.
 
 ![Loss of the chosen tile, by shape and number of tokens](tiles.svg)
-
-## All figures
 """
+# Rows of the table of overheads, by their texts in the data.
+_CALL = "host time of a call of a graphified function of 3, 30 and 300 tensors"
+_OVERHEADS = (
+    f"{_CALL}: tensors read where they are, borrowed results",
+    f"{_CALL}: fresh inputs, borrowed results",
+    f"{_CALL}: fresh inputs, safe results",
+    "Qwen3-0.6B, bfloat16: 128 requests, 2 in, 512 out, `full_and_piecewise`",
+    "a message of [64, 2048] bfloat16 to another GPU and back in a graph, `peer`",
+    "`all_reduce sum` of [128, 2048] bfloat16 in a graph, `peer`",
+    "`weft serve`, qwen3-0.6b: 128 requests, all at once, 2 in, 512 out",
+    "`weft serve`, qwen3-30b-a3b-fp8: 128 requests, all at once, 2 in, 512 out",
+    "qwen3-0.6b: 128 requests, 2 in, 512 out, batch invariant",
+    "llama-3.1-8b: 128 requests, 2 in, 512 out, batch invariant",
+    "qwen3-30b-a3b-fp8: 128 requests, 2 in, 512 out, batch invariant",
+)
 
 
 # Model, record, machine, and the record whose eager runs it is compared with.
@@ -315,7 +321,7 @@ def prompt_rows() -> Iterator[tuple[str, ...]]:
 
 
 def change_rows() -> Iterator[tuple[str, ...]]:
-    """Models with functions of one's own, or a smaller cache, against the same model without."""
+    """Models with custom functions, or a smaller cache, against the same model without."""
     for name in ("qwen3-0.6b", "llama-3.1-8b"):
         record = read(f"h200-changed-{name}")
         times: dict[str, list[float]] = defaultdict(list)
@@ -393,7 +399,7 @@ def call_rows() -> Iterator[tuple[str, ...]]:
     kinds = {
         "reference, borrowed": (
             "tensors read where they are, borrowed results",
-            f"; a bare replay {replay}",
+            f"; a bare `CUDAGraph.replay()` {replay}",
         ),
         "fresh, borrowed": (
             "fresh inputs, borrowed results",
@@ -408,7 +414,10 @@ def call_rows() -> Iterator[tuple[str, ...]]:
         against = f"`make_graphed_callables` {cell('make_graphed_callables', mode)}{more}"
         yield record.row(f"{start}: {words}", f"{cell('graphify', mode)} µs", against, "1 GPU")
     yield record.row(
-        f"{start}: fresh inputs, safe results", f"{cell('graphify', 'fresh, safe')} µs", "", "1 GPU"
+        f"{start}: fresh inputs, safe results",
+        f"{cell('graphify', 'fresh, safe')} µs",
+        f"the function itself, without a graph {cell('eager', 'fresh, safe')}",
+        "1 GPU",
     )
     for mode, words in (
         ("reference, borrowed", kinds["reference, borrowed"][0]),
@@ -583,9 +592,32 @@ def table() -> Iterator[tuple[str, ...]]:
         yield from rows()
 
 
+def overhead_table() -> list[tuple[str, ...]]:
+    """A header, and the rows of the data that say what weft adds, each beside something else."""
+    rows: dict[tuple[str, str], tuple[str, ...]] = {}
+    for what, figure, against, _, machine, _ in table():
+        if what in _OVERHEADS and against:
+            name = what.replace(f"{_CALL}: ", "host time of a call: ")
+            rows.setdefault((what, machine), (name, figure, against, machine))
+    ordered = sorted(rows.items(), key=lambda pair: _OVERHEADS.index(pair[0][0]))
+    return [("what", "weft", "beside", "machine"), *(row for _, row in ordered)]
+
+
 def page() -> str:
     """The text of the page."""
-    return f"{_TITLE.replace('NEWEST', _written(newest_table()))}\n{_written([HEADER, *table()])}\n"
+    return (
+        _TITLE.replace("SERVING", _written(serving_table()))
+        .replace("SUMMARY", summary())
+        .replace("OVERHEADS", _written(overhead_table()))
+    )
+
+
+def data() -> str:
+    """All rows, as CSV."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerows((cell.strip("`") for cell in row) for row in (HEADER, *table()))
+    return text.getvalue()
 
 
 def _written(rows: Iterable[tuple[str, ...]]) -> str:
@@ -598,6 +630,7 @@ def _written(rows: Iterable[tuple[str, ...]]) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    DATA.write_text(data(), encoding="utf-8")
     for one in PICTURES:
         one.PICTURE.write_text(one.picture(), encoding="utf-8")
-    print(PAGE, *(one.PICTURE for one in PICTURES), sep="\n")
+    print(PAGE, DATA, *(one.PICTURE for one in PICTURES), sep="\n")

@@ -1,5 +1,6 @@
 """The page of measurements and its pictures are those of the records in `proofs/results/`."""
 
+import csv
 import re
 from collections import Counter
 from typing import Any
@@ -88,25 +89,45 @@ def test_losses_are_of_many_shapes_and_of_eight_numbers_of_tokens() -> None:
         assert all(one.loss >= 0 for one in tiles.losses(record, model))
 
 
-def test_the_short_table_has_the_newest_figure_of_each_workload_beside_vllm() -> None:
-    header, *lines = tables.newest_table()
-    assert header[:4] == ("model", "against", "machine", "128 requests, 2 in, 512 out")
-    assert {line[:3] for line in lines} == {
-        (one.model, one.peer, one.machine) for one in tables.turns()
-    }
+def test_the_data_are_of_these_records() -> None:
+    assert measured.DATA.read_text(encoding="utf-8") == measured.data()
+    with measured.DATA.open(encoding="utf-8", newline="") as file:
+        header, *rows = csv.reader(file)
+    assert tuple(header) == measured.HEADER
+    assert [[cell.strip("`") for cell in row] for row in ROWS] == rows
+
+
+def test_the_table_of_serving_has_a_row_for_each_model_and_type_of_gpu() -> None:
+    header, *lines = tables.serving_table()
+    assert header[:4] == ("model", "vLLM", "GPU", "128 decodes")
+    assert sorted((line[0], line[2].rstrip("¹²³")) for line in lines) == sorted(
+        {(one.model, one.gpu) for one in tables.turns()}
+    )
     # Two records, of which this is the later
-    [cells] = [line[3:] for line in lines if line[0].startswith("Qwen3-14B")]
-    assert cells[:5] == (
-        "1.11 (11,765)",
-        "1.02 (20,352)",
-        "1.06 (6,794)",
-        "1.09 (129)",
-        "1.06 (982)",
+    [cells] = [line[1:] for line in lines if line[0].startswith("Qwen3-14B")]
+    assert cells == (
+        "0.24.0",
+        "H200",
+        "11,765 (1.11; 65%)",
+        "7.76 ms (1.09; 75%)",
+        "982 (1.06; 72%)",
+        "20,352 (1.02)",
+        "6,794 (1.06)",
     )
-    text = measured.page()
-    assert text.index("| Qwen3-14B, bfloat16 | vLLM 0.24.0 | 1 GPU | 1.11 (11,765) |") < text.index(
-        "## All figures"
-    )
+    # Two configurations of vLLM, of which DeepGEMM's is the faster; and a GPU that was alone.
+    [cells] = [line[1:4] for line in lines if line[0].startswith("Qwen3-30B")]
+    assert cells == ("0.24.0 with DeepGEMM", "H200", "11,908 (1.20; 66%)")
+
+
+def test_the_table_of_overheads_has_rows_of_the_data() -> None:
+    _, *lines = measured.overhead_table()
+    assert len({line[0] for line in lines}) == len(measured._OVERHEADS)
+    data = [(figure, against, machine) for _, figure, against, _, machine, _ in ROWS]
+    assert [line for line in lines if line[1:] not in data] == []
+
+
+def test_the_page_is_short() -> None:
+    assert measured.page().count("\n") <= 120
 
 
 def test_every_row_has_its_record() -> None:

@@ -1,5 +1,5 @@
-"""weft beside vLLM, by turns on one GPU: the rows of `proofs/pages/measured.md`, and a short table
-of the newest."""
+"""weft beside vLLM, by turns on one GPU: the rows of `proofs/results/measured.csv`, and the table of
+serving in `proofs/pages/measured.md`."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,9 +7,18 @@ from typing import Any
 import attrs
 
 from weft.proofs.evidence.pages.records import Record, read, span
-from weft.proofs.evidence.pages.roofline import MODELS
+from weft.proofs.evidence.pages.roofline import MODELS, roofline
 
 _TOTAL = "total_tokens_per_s"
+_DECODES = {"decode", "one", "eight"}
+# Workloads, and their columns in the table of serving.
+_COLUMNS = {
+    "decode": "128 decodes",
+    "one": "1 request, ms a token",
+    "eight": "8 requests",
+    "prefill": "prompts",
+    "mixed": "both",
+}
 # The machine of each record.
 _RECORDS = {
     "h200-vllm-two-more": "1 GPU",
@@ -36,10 +45,22 @@ class Turns:
 
     record: Record
     machine: str
-    model: str
+    preset: str
     peer: str
     row: dict[str, Any]
     once: bool
+
+    @property
+    def model(self) -> str:
+        """Its name in print."""
+        return MODELS[self.preset]
+
+    @property
+    def gpu(self) -> str:
+        """The type of GPU."""
+        if "H100" in self.machine:
+            return "H100"
+        return "H200"
 
     @property
     def workload(self) -> str:
@@ -66,7 +87,7 @@ def turns() -> Iterator[Turns]:
             peer = f"vLLM {run['vllm']['version']}{library}"
             once = max(row["repeat"] for row in run["rows"]) <= 1
             for row in run["table"]:
-                yield Turns(record.of_run(run), machine, MODELS[run["preset"]], peer, row, once)
+                yield Turns(record.of_run(run), machine, run["preset"], peer, row, once)
 
 
 def peer_rows() -> Iterator[tuple[str, ...]]:
@@ -89,15 +110,64 @@ def peer_rows() -> Iterator[tuple[str, ...]]:
         )
 
 
-def newest_table() -> list[tuple[str, ...]]:
-    """A header with the workloads; then, for each model, vLLM and machine, the newest ratios and
-    weft's medians."""
-    rows: dict[tuple[str, str, str], dict[str, str]] = {}
-    for one in sorted(turns(), key=lambda one: one.record.build):
-        shown = f"{one.row['ratio']:.2f}{'²' * one.once} ({one.row['weft']['median']:,.0f})"
-        name = one.workload + "¹" * (one.row["unit"] == _TOTAL)
-        rows.setdefault((one.model, one.peer, one.machine), {})[name] = shown
-    workloads = dict.fromkeys(name for cells in rows.values() for name in cells)
-    ordered = sorted(rows.items(), key=lambda pair: ([*MODELS.values()].index(pair[0][0]), pair[0]))
-    lines = ((*key, *(cells.get(name, "") for name in workloads)) for key, cells in ordered)
-    return [("model", "against", "machine", *workloads), *lines]
+def newest() -> list[Turns]:
+    """The newest of each workload, by model, vLLM's libraries and machine."""
+    ordered = sorted(turns(), key=lambda one: one.record.build)
+    return [*{(one.model, one.peer, one.machine, one.workload): one for one in ordered}.values()]
+
+
+def serving_table() -> list[tuple[str, ...]]:
+    """A header, and a row for each model and type of GPU: weft's medians, the ratios to vLLM's, and
+    the shares of the floor's speed."""
+    rows: dict[tuple[str, str], dict[tuple[str, str], list[Turns]]] = {}
+    for one in newest():
+        rows.setdefault((one.model, one.gpu), {}).setdefault((one.peer, one.machine), []).append(
+            one
+        )
+    lines = []
+    order = [*MODELS.values()]
+    for (model, gpu), ways in sorted(
+        rows.items(), key=lambda row: (order.index(row[0][0]), row[0])
+    ):
+        peer, machine = max(ways, key=lambda way: _preference(*way, ways[way]))
+        cells = {one.row["workload"]: _cell(one) for one in ways[peer, machine]}
+        marks = "¹" * ("slow host" in machine) + "²" * ("both in use" in machine)
+        marks += "³" * ways[peer, machine][0].once
+        against = peer.removeprefix("vLLM ")
+        lines.append((model, against, f"{gpu}{marks}", *(cells.get(name, "") for name in _COLUMNS)))
+    return [("model", "vLLM", "GPU", *_COLUMNS.values()), *lines]
+
+
+def summary() -> str:
+    """What the other ratios are, in a sentence."""
+    ratios = [one.row["ratio"] for one in newest()]
+    least = min(one.row["ratio"] for one in turns())
+    return (
+        f"the data has {len(ratios)} such ratios, also of sampling, varied lengths and long prompts:"
+        f" {min(ratios):.2f} or more (once {least:.2f})."
+    )
+
+
+def _preference(peer: str, machine: str, passes: list[Turns]) -> tuple[bool, bool, str]:
+    """vLLM's fastest configuration, then a GPU whose neighbour rests, then the newest."""
+    return (
+        "DeepGEMM" in peer,
+        "both in use" not in machine,
+        max(one.record.build for one in passes),
+    )
+
+
+def _cell(one: Turns) -> str:
+    """weft's median, its ratio to vLLM's, and of decodes the share of the floor's speed."""
+    median = one.row["weft"]["median"]
+    if one.row["num_requests"] == 1:
+        figure = f"{1e3 / median:.2f} ms"
+    else:
+        figure = f"{median:,.0f}"
+    ratio = f"{one.row['ratio']:.2f}"
+    if one.row["workload"] in _DECODES:
+        most = roofline(one.gpu, one.preset, one.row["num_requests"], one.row["output_len"])
+        shown = f"{figure} ({ratio}; {median / most:.0%})"
+    else:
+        shown = f"{figure} ({ratio})"
+    return shown
