@@ -1,6 +1,7 @@
 """Stages: pure functions `(params, state, batch, x) -> (state, y)`. Decoders, their checkpoints,
 and custom modules."""
 
+from weft.batch import ResolvedBatch
 from weft.ops.attention.backends import AttentionBackend
 from weft.ops.sampling.sample import sample
 from weft.stages.adapters.adapter import Adapter, load_adapter
@@ -30,6 +31,7 @@ __all__ = [
     "Model",
     "ModelConfig",
     "ModuleStage",
+    "ResolvedBatch",
     "StageFunctions",
     "StageLayout",
     "attend",

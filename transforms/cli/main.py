@@ -95,7 +95,7 @@ def in_flags(error: WeftError, words: Sequence[str]) -> str:
     the one flag concerned if the call shows one argument only.
     """
     flags = {
-        field.name: flag_of(field.name) for field in flagged(_COMMANDS.get(words[0], Options))
+        field.name: flag_of(field.name) for field in flagged(COMMANDS.get(words[0], Options))
     } | _RENAMED
     call = error.call
     only = re.fullmatch(r"[^='\"]*[( ](\w+)=([^=]*)\)", error.call)
@@ -125,7 +125,7 @@ def _with_flags(text: str, flags: Mapping[str, str]) -> str:
 
 
 _ADAPTERS = "adapters=[weft.load_adapter(model, folder)]"
-_COMMANDS: dict[str, type[Options]] = {
+COMMANDS: dict[str, type[Options]] = {
     options_class.command: options_class
     for options_class in (Demo, Doctor, Generate, Verify, Serve, Bench, Plan)
 }
@@ -172,7 +172,7 @@ def parse(words: Sequence[str]) -> Options:
         remedy = ", or ".join((*near, f"see {parser.prog} --help"))
         parser.error(f"unrecognized arguments: {' '.join(strange)} (instead: {remedy})")
     namespace = build_parser().parse_args(words)
-    options_class = _COMMANDS[namespace.parser.prog.split()[-1]]
+    options_class = COMMANDS[namespace.parser.prog.split()[-1]]
     del namespace.parser
     options = options_class(**vars(namespace), explicit=frozenset(vars(namespace)))
     options.check()
@@ -190,7 +190,7 @@ def build_parser(*, requires: bool = True) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"weft {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for name, options_class in _COMMANDS.items():
+    for name, options_class in COMMANDS.items():
         told: dict[str, Any] = {
             "help": options_class.summary,
             "description": options_class.__doc__,

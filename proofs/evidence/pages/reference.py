@@ -2,8 +2,8 @@
 weft.proofs.evidence.pages.reference` writes both.
 
 `proofs/pages/reference.md` has each name with the first sentence of its docstring;
-`proofs/pages/surface.txt` has one line per name or method, with its arguments and their defaults. A
-test compares both files with the code.
+`proofs/pages/surface.txt` has one line per name or method, with its arguments and their defaults, and
+one per flag of each command. A test compares both files with the code.
 """
 
 import inspect
@@ -12,6 +12,11 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import attrs
+
+from weft.transforms.cli.fields import Options, flag_of, flagged
+from weft.transforms.cli.main import COMMANDS
 
 # The modules whose names are public: those in `__all__`, or, of errors, all that are defined there.
 FACES = (
@@ -30,6 +35,7 @@ USED = (
     "BatchDescriptor",
     "Engine",
     "Model",
+    "ResolvedBatch",
     "State",
     "Compiled",
     "Graphified",
@@ -161,16 +167,27 @@ def page() -> str:
 
 
 def surface() -> str:
-    """Every public name and method with its arguments and their defaults, one to a line.
+    """Every public name and method with its arguments and their defaults, one to a line; then the
+    flags of each command.
 
     Annotations are left out: versions of Python write them differently.
     """
-    return (
-        "\n".join(
-            line for face in FACES for name in names_of(face) for line in _surface_of(face, name)
-        )
-        + "\n"
-    )
+    names = (line for face in FACES for name in names_of(face) for line in _surface_of(face, name))
+    flags = (line for command in COMMANDS.values() for line in _flags_of(command))
+    return "\n".join((*names, *flags)) + "\n"
+
+
+def _flags_of(command: type[Options]) -> Iterator[str]:
+    """A command's flags, each with its default where it has one."""
+    for field in flagged(command):
+        if "positional" in field.metadata["kind"]:
+            flag = field.metadata["kind"]["metavar"]
+        else:
+            flag = ", ".join((flag_of(field.name), *field.metadata["also"]))
+        if field.default is attrs.NOTHING:
+            yield f"weft {command.command} {flag}"
+        else:
+            yield f"weft {command.command} {flag}={field.default!r}"
 
 
 def _surface_of(face: str, name: str) -> Iterator[str]:

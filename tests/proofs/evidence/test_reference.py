@@ -33,6 +33,7 @@ MADE = {
     "Pipelined": "pipeline",
     "Session": "Pipelined.session",
     "Graphified": "graphify",
+    "ResolvedBatch": "a decoder's stage, for its layers",
     "LayerParams": "load, which says what it holds in words",
 }
 PUBLIC = [(face, name) for face in FACES for name in names_of(face)]
@@ -68,6 +69,9 @@ def test_the_surface_has_names_methods_and_defaults() -> None:
     assert "weft.dispatch(descriptor, ladder)" in lines
     assert any(line.startswith("weft.Batch.ragged(") for line in lines)
     assert any(line.startswith("weft.generate(") and "temperature=0.0" in line for line in lines)
+    assert "weft serve --port=8000" in lines
+    assert "weft generate --prompt, --prompt-ids=()" in lines
+    assert "weft verify CERTIFICATES" in lines
 
 
 def undocumented(face: str, name: str) -> bool:
@@ -85,7 +89,8 @@ def test_the_methods_of_classes_are_documented_and_listed() -> None:
     text = PAGE.read_text(encoding="utf-8")
     failures = []
     for name in USED:
-        methods = dict(methods_of(getattr(transforms, name, None) or getattr(weft, name)))
+        [value] = {id(v): v for v in (value_of(*at) for at in PUBLIC if at[1] == name)}.values()
+        methods = dict(methods_of(value))
         assert methods, name
         failures += [
             f"{name}.{call}"
