@@ -1,6 +1,7 @@
 """Pages of Markdown as what can be checked of them: their blocks of code, run, and the tests and
 files they name."""
 
+import ast
 import re
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,52 @@ def paths(page: Path) -> list[str]:
 def modules(page: Path) -> list[str]:
     """The modules that a page runs: `python -m NAME`."""
     return re.findall(r"python -m (weft[\w.]*)", page.read_text(encoding="utf-8"))
+
+
+def ways(page: Path) -> list[tuple[Path, str]]:
+    """The files, and the functions in them, that the diagrams of a page name at the ends of their
+    lines; a file without a function has an empty one.
+
+    A diagram's paths begin at the root, or at the folder that its text names before it.
+    """
+    text = page.read_text(encoding="utf-8")
+    steps = []
+    for diagram in re.finditer(r"^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        above = text[: diagram.start()].rstrip().rpartition("\n\n")[2]
+        folder = re.search(r"\(`([\w/]+/)`", above)
+        base = ROOT / (folder[1] if folder else "")
+        file = base
+        for line in diagram[1].splitlines():
+            *_, where = re.split(r" {2,}", line.rstrip(" ┐┤◄┘│─"))
+            if ".py" not in where:
+                continue
+            for name in where.split(", "):
+                if name.endswith(".py"):
+                    beside = file.parent / name
+                    file = base / name
+                    if not file.is_file():
+                        file = beside
+                    steps.append((file, ""))
+                else:
+                    steps[-1] = (file, name)
+    return steps
+
+
+def defines(file: Path, name: str) -> bool:
+    """Whether a file exists and defines a function or a class of this name, which may be dotted; a
+    method without its class is enough."""
+    if not file.is_file():
+        return False
+    nodes: list[ast.AST] = [ast.parse(file.read_text(encoding="utf-8"))]
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    for part in filter(None, name.split(".")):
+        nodes = [
+            inner
+            for node in nodes
+            for inner in ast.walk(node)
+            if isinstance(inner, kinds) and inner.name == part
+        ]
+    return bool(nodes)
 
 
 def node_ids(page: Path) -> list[tuple[str, str, str]]:

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from pages import ROOT, blocks, links, missing_test, modules, node_ids, paths, run
+from pages import ROOT, blocks, defines, links, missing_test, modules, node_ids, paths, run, ways
 
 from weft.proofs.evidence.pages import measured, reference
 from weft.proofs.evidence.runs.suite import LAWS
@@ -15,7 +15,8 @@ WRITTEN_BY_CODE = {reference.PAGE.name, measured.PAGE.name}
 LAW_PAGE = ROOT / "proofs" / "pages" / "laws.md"
 SERVERS = ROOT / "proofs" / "pages" / "from_vllm_and_sglang.md"
 PULL_REQUESTS = {"vLLM 33960", "vLLM 32771", "vLLM 35162", "SGLang 14547"}
-WRITTEN = [ROOT / "README.md", *sorted((ROOT / ".github").glob("*.md")), *PAGES]
+NOTES = ROOT / "proofs" / "evidence" / "NOTES.md"
+WRITTEN = [ROOT / "README.md", *sorted((ROOT / ".github").glob("*.md")), *PAGES, NOTES]
 CASES = {str(law) for law in LAWS}
 
 
@@ -56,6 +57,31 @@ def test_a_path_that_does_not_exist_is_missed(tmp_path: Path) -> None:
     assert modules(page) == ["weft.nothing"]
 
 
+def test_the_ways_go_through_functions_that_exist() -> None:
+    steps = ways(ROOT / ".github" / "CONTRIBUTING.md")
+    assert len(steps) >= 30
+    assert {name for _, name in steps} >= {"Cache.plan", "Server.completions", "schedule"}
+    assert [(str(file), name) for file, name in steps if not defines(file, name)] == []
+
+
+def test_a_way_through_what_does_not_exist_is_missed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "Where (`lib/`; more):\n\n```text\n"
+        "a                          batch.py, Batch.split\n"
+        "├─ b: 2  ─────────────┐    batch.py, Batch.divide\n"
+        "├─ c                  │    ops/norm.py, gate.py  ◄┘\n"
+        "```\n"
+    )
+    names = [(file.name, name, defines(file, name)) for file, name in ways(page)]
+    assert names == [
+        ("batch.py", "Batch.split", True),
+        ("batch.py", "Batch.divide", False),
+        ("norm.py", "", True),
+        ("gate.py", "", False),
+    ]
+
+
 def test_readme_links_to_each_page() -> None:
     assert {ROOT / link for link in links(ROOT / "README.md")} >= {
         *PAGES,
@@ -66,6 +92,15 @@ def test_readme_links_to_each_page() -> None:
 def test_the_page_of_laws_has_every_law() -> None:
     named = re.findall(r"^\| (L\d+) \|", LAW_PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert {*named} == {law.number for law in LAWS}
+
+
+def test_each_conclusion_names_records_that_exist() -> None:
+    text = NOTES.read_text(encoding="utf-8")
+    names = re.findall(r"`((?:cpu|h[12]00(?:x\d)?)-[\w.-]+|builds)`", text)
+    assert len({*names}) >= 30
+    results = ROOT / "proofs" / "results"
+    assert [name for name in names if not list(results.glob(f"????-??-??-{name}.json*"))] == []
+    assert text.count("\n") <= 150
 
 
 def test_each_capability_names_tests_that_exist() -> None:
