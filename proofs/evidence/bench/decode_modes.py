@@ -107,7 +107,7 @@ def draw(rows: Sequence[dict[str, Any]], title: str, *curves: Sequence[tuple[int
             [mode_rows[case]["floor_ms"] for case in cases],
             "--",
             color=GREY,
-            label="floor",
+            label="floor: bytes at a copy's bandwidth",
         )
         ax.set(xscale="log", yscale="log", xlabel=name, ylabel="ms a decode step")
         ax.set_title(
@@ -117,9 +117,8 @@ def draw(rows: Sequence[dict[str, Any]], title: str, *curves: Sequence[tuple[int
         ax.minorticks_off()
         ax.yaxis.set_major_formatter("{x:g}")
         ax.grid(alpha=0.3)
-    figure.legend(
-        *ax.get_legend_handles_labels(), loc="outside right upper", frameon=False, labelcolor=GREY
-    )
+    lines = ax.get_legend_handles_labels()
+    figure.legend(*lines, loc="outside lower center", ncols=4, frameon=False, labelcolor=GREY)
     return figure
 
 

@@ -303,7 +303,7 @@ def draw_latency(records: Sequence[dict[str, Any]], title: str) -> Any:
                     record["alone"][-1][key]["p50"],
                     color=colour,
                     ls=":",
-                    label=f"{record['model']}, alone, p50",
+                    label=f"{record['model']}, engine without HTTP, p50",
                 )
         ax.set(xlabel="requests a second", ylabel="ms")
         ax.set_ylim(bottom=0)

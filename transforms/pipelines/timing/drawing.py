@@ -176,6 +176,12 @@ def _drawn(events: Sequence[Event]) -> set[str]:
                 kinds.add("work")
         if event.waited:
             kinds.add("wait")
+    span = last_end(events)
+    for rank in range(num_ranks(events)):
+        covered = sum(event.end - event.start for event in events if event.rank == rank)
+        # Gaps of less than 1 %, such as between measured events, are hardly seen.
+        if covered < 0.99 * span:
+            kinds.add("idle")
     return kinds
 
 
@@ -190,6 +196,7 @@ def _legend(events: Sequence[Event], y: float) -> Iterator[str]:
         "advance": (_rect(0, y - 7, 14, 6, COLOURS[0], "#555"), 14, "advances"),
         "collective": (_rect(0, y - 9, 14, 10, _MEET, "#555"), 14, "collective"),
         "wait": (_rect(0, y - 9, 14, 10, _WAIT), 14, "waits"),
+        "idle": (_rect(0, y - 9, 14, 10, "none", "#555"), 14, "idle"),
         "work": (_rect(0, y - 6, 14, 4, _WORK), 14, "sends, launches"),
         "received": (_rect(0, y - 12, 1.5, 5, _PAGE), 2, "received"),
         "fence": (_rect(0, y - 6, 1.5, 5, _PAGE), 2, "fence"),
@@ -204,7 +211,7 @@ def _legend(events: Sequence[Event], y: float) -> Iterator[str]:
                 f' 0)">{shape}{_text(wide + 5, y, words, "start")}</g>'
             )
             # The width of a text is not known here: assume 6.2 px for a character of 11 px.
-            x += wide + 5 + 6.2 * len(words) + 18
+            x += wide + 5 + 6.2 * len(words) + 13
 
 
 # The text.
@@ -216,6 +223,7 @@ _LEGEND = {
     "=": "= collective",
     "-": "- sends, launches",
     ".": ". waits",
+    " ": "blank: idle",
 }
 _SHARE = len("  bubble")
 
@@ -300,6 +308,7 @@ _PARTS = {
     "advance": "low boxes: advances",
     "collective": "dark: collectives",
     "wait": "grey: waits",
+    "idle": "blank: idle",
 }
 
 

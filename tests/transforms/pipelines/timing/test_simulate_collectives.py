@@ -354,7 +354,7 @@ def test_the_legend_fits_with_all_kinds_of_effects() -> None:
         [Program(rank, 2, rank_effects) for rank, rank_effects in effects.items()], costs
     ).as_svg()
     entries = re.findall(r"translate\((\d+) 0\).*?<text.*?>(.*?)</text>", svg)
-    assert len(entries) == 8
+    assert len(entries) == 9
     assert all(int(x) + 19 + 6.2 * len(words) <= 920 for x, words in entries)
 
 

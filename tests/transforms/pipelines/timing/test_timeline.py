@@ -60,6 +60,12 @@ def test_lines_keep_to_the_width(width: int, ranks: int) -> None:
 def test_the_legend_has_what_is_drawn_and_nothing_else() -> None:
     alone = simulate(streaming(1, 1), Costs([1.0])).as_text()
     assert "0-9 runs that micro-batch (its last digit)\n1 rank, 1 s" in alone
+    first = simulate(streaming(2, 1), Costs([1.0, 1.0]))
+    assert first.as_text().splitlines()[3] == (
+        "0-9 runs that micro-batch (its last digit); . waits; blank: idle"
+    )
+    assert ">idle</text>" in first.as_svg()
+    assert ">idle</text>" not in simulate(streaming(1, 1), Costs([1.0])).as_svg()
     assert "waits" in decoding(2, 1, 1).as_text(40)
     launched = simulate(streaming(2, 2, feedback=True), Costs([1, 1], advance=1, launch=1)).as_text(
         200
