@@ -64,6 +64,16 @@ def test_the_ways_go_through_functions_that_exist() -> None:
     assert [(str(file), name) for file, name in steps if not defines(file, name)] == []
 
 
+def test_the_recipes_name_what_the_code_has() -> None:
+    text = (ROOT / ".github" / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    names = {*re.findall(r"`(_[a-z]\w+|_?[A-Z][A-Z_]{3,})`", text)}
+    assert names >= {"_CHECKS", "ON_HOST", "NEEDS", "_how"}
+    folders = ("lib", "stages", "transforms", "proofs", "tests")
+    files = (file for folder in folders for file in (ROOT / folder).rglob("*.py"))
+    code = {*re.findall(r"\w+", "\n".join(file.read_text(encoding="utf-8") for file in files))}
+    assert sorted(names - code) == []
+
+
 def test_a_way_through_what_does_not_exist_is_missed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(

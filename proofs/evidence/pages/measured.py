@@ -41,7 +41,7 @@ SERVING
 - **Which**: for each model and type of GPU, the record with vLLM's fastest configuration, then one with no other GPU of
   its host in use, then the newest. ¹ Slow host: its CPU takes longer to prepare a small model's step than the GPU to
   run it. ² The host's other GPU was in use, which slows vLLM's host code: the ratios of small models flatter weft.
-  ³ One pass after the first: equal builds may differ by a fourth.
+  ³ One timed pass only; expect ±25 % noise.
 - **The rest**: SUMMARY
   It also has graph modes, two and four GPUs, kernels, starts, memory and accuracy. Figures of different builds or hosts
   do not compare; eager steps and `piecewise` wait for the host, and vary with it.
