@@ -616,7 +616,8 @@ def data() -> str:
     """All rows, as CSV."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerows((cell.strip("`") for cell in row) for row in (HEADER, *table()))
+    writer.writerow(HEADER)
+    writer.writerows((*cells, file.strip("`")) for *cells, file in table())
     return text.getvalue()
 
 

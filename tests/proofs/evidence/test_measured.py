@@ -94,7 +94,7 @@ def test_the_data_are_of_these_records() -> None:
     with measured.DATA.open(encoding="utf-8", newline="") as file:
         header, *rows = csv.reader(file)
     assert tuple(header) == measured.HEADER
-    assert [[cell.strip("`") for cell in row] for row in ROWS] == rows
+    assert [[*cells, file.strip("`")] for *cells, file in ROWS] == rows
 
 
 def test_the_table_of_serving_has_a_row_for_each_model_and_type_of_gpu() -> None:
