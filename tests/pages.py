@@ -43,6 +43,19 @@ def links(page: Path) -> list[str]:
     return [link for link in targets if "://" not in link]
 
 
+def broken_anchors(page: Path) -> list[str]:
+    """The links of a page to headings that are not there, with GitHub's rule for their names."""
+    text = page.read_text(encoding="utf-8")
+    broken = []
+    for link, anchor in re.findall(r"\]\(([^)#\s:]*\.md)?#([\w-]+)\)", text):
+        target = page.parent / link if link else page
+        headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+        names = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        if anchor not in names:
+            broken.append(f"{link}#{anchor}")
+    return broken
+
+
 def paths(page: Path) -> list[str]:
     """The files, folders and patterns of the repository that a page names as code, or in a command."""
     rooms = r"lib|stages|transforms|proofs|tests|\.ci|\.github|\.src"

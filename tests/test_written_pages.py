@@ -5,7 +5,19 @@ import re
 from pathlib import Path
 
 import pytest
-from pages import ROOT, blocks, defines, links, missing_test, modules, node_ids, paths, run, ways
+from pages import (
+    ROOT,
+    blocks,
+    broken_anchors,
+    defines,
+    links,
+    missing_test,
+    modules,
+    node_ids,
+    paths,
+    run,
+    ways,
+)
 
 from weft.proofs.evidence.pages import measured, reference
 from weft.proofs.evidence.runs.suite import LAWS
@@ -39,6 +51,17 @@ def test_the_code_of_a_page_runs(
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.stem)
 def test_what_a_page_links_to_is_there(page: Path) -> None:
     assert [link for link in links(page) if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.stem)
+def test_the_headings_that_a_page_links_to_are_there(page: Path) -> None:
+    assert broken_anchors(page) == []
+
+
+def test_a_heading_that_is_not_there_is_missed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# What `f(x)` is, once\n[a](#what-fx-is-once) [b](page.md#nothing)\n")
+    assert broken_anchors(page) == ["page.md#nothing"]
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.stem)
