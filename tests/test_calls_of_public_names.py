@@ -46,15 +46,15 @@ def test_a_missing_argument_is_named(name: str) -> None:
     value = CALLS[name]
     parameters = [*inspect.signature(value).parameters.values()]
     for missing in required(parameters):
-        others = [each for each in required(parameters) if each is not missing]
+        remaining = [each for each in required(parameters) if each is not missing]
         before = [
             object()
-            for each in others
+            for each in remaining
             if each.kind is not each.KEYWORD_ONLY
             and parameters.index(each) < parameters.index(missing)
         ]
-        after = {each.name: object() for each in others[len(before) :]}
-        if any(each.kind is each.POSITIONAL_ONLY for each in others[len(before) :]):
+        after = {each.name: object() for each in remaining[len(before) :]}
+        if any(each.kind is each.POSITIONAL_ONLY for each in remaining[len(before) :]):
             after = {}  # an argument without a name cannot follow the missing one
         with pytest.raises(TypeError) as caught:
             value(*before, **after)
