@@ -147,8 +147,8 @@ def parse(words: Sequence[str]) -> Options:
     # First without required flags: if one is missing because of a typo, the error is to show the
     # typo.
     parser = build_parser(requires=False)
-    if words and words[0] not in _COMMANDS and not words[0].startswith("-"):
-        near = [f"weft {name}" for name in nearest(words[0], _COMMANDS)]
+    if words and words[0] not in COMMANDS and not words[0].startswith("-"):
+        near = [f"weft {name}" for name in nearest(words[0], COMMANDS)]
         remedy = ", or ".join((*near, "see weft --help"))
         parser.error(f"no command {words[0]!r:.60} (instead: {remedy})")
     namespace, strange = parser.parse_known_args(words)
