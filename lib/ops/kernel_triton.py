@@ -49,6 +49,7 @@ from tqdm.auto import tqdm
 from triton.language.target_info import cuda_capability_geq
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from weft.bounded import BoundedDict
 from weft.ops.constants import ASKED
 from weft.ops.tiles.tile import FEW_TOKENS
 from weft.torchapi.private import current_device
@@ -80,7 +81,7 @@ class Kernel:
     def __init__(self, jit: Any) -> None:
         self.jit = jit
         self._device = current_device()
-        self._cache: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+        self._cache = BoundedDict[Any, tuple[Any, tuple[Any, ...]]](_MOST_KNOWN)
         parameters = inspect.signature(jit.fn).parameters.values() if hasattr(jit, "fn") else ()
         self._constant = ["constexpr" in str(parameter.annotation) for parameter in parameters]
 
@@ -104,8 +105,6 @@ class Kernel:
         rest = self.jit.arg_names[len(args) :]
         # The cached launch passes constants by value, so they must be fully described by the key.
         if all(name in options and type(options[name]) in _PLAIN for name in rest):
-            if len(self._cache) >= _MOST_KNOWN:
-                self._cache.clear()
             self._cache[key] = compiled, tuple(options[name] for name in rest)
 
     def _compile(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from weft.arguments.checks import check_values, kind_of, names_arguments
 from weft.batch import Batch
+from weft.bounded import BoundedDict
 from weft.descriptor import check_accepted, declare_check
 from weft.display.tables import text, titled
 from weft.donation import clone, declare_donated, donated_argnames
@@ -67,8 +68,8 @@ from weft.trees import leaves_with_names
 Stage = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 Advance = Callable[[Any, Any, Any], Any]
 
-# The cache of checked programs is emptied at this size: without a limit, a stream that keeps
-# bringing new mixtures of jobs would fill the memory.
+# The most checked programs that are cached: without a limit, a stream that keeps bringing new
+# mixtures of jobs would fill the memory.
 _MAX_PROGRAMS = 1024
 
 
@@ -187,7 +188,7 @@ class Pipelined:
         # If the ranks are in several processes, each process must return the output to its caller.
         self._returns = advance is not None or len(ranks) < self._all_ranks
         self._read_sources = functools.cache(functools.partial(_sources, self.stages, advance))
-        self._checked_by_key: dict[Any, CheckedPrograms] = {}
+        self._checked_by_key = BoundedDict[Any, CheckedPrograms](_MAX_PROGRAMS)
         self._has_compared = False
         self.__weft_donates__ = _donations(self.stages, advance)
         self.__name__ = f"pipeline of {len(self.stages)} stages"
@@ -219,8 +220,6 @@ class Pipelined:
     ) -> CheckedPrograms:
         key = (tuple(jobs), tuple(classes), spans)
         if (checked := self._checked_by_key.get(key)) is None:
-            if len(self._checked_by_key) >= _MAX_PROGRAMS:
-                self._checked_by_key.clear()
             programs = tuple(
                 put_classes(self._make_programs(jobs), classes, self._schema, self._text)
             )

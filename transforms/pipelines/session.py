@@ -6,6 +6,7 @@ from typing import Any
 import attrs
 
 from weft.arguments.checks import kind_of
+from weft.bounded import BoundedDict
 from weft.donation import refuse_donated_in
 from weft.errors import ProgramError
 from weft.transforms.pipelines.argument_checks import refuse
@@ -18,7 +19,7 @@ from weft.transforms.pipelines.worker import Worker, put_batches, states_of
 
 # For each rank, the effects `start:stop` that a run performs.
 Spans = tuple[tuple[int, int], ...]
-# The cache of counts is emptied at this size, since a session may run for ever.
+# The most counts that a session caches, since it may run for ever.
 _MAX_COUNTS = 1024
 
 
@@ -75,7 +76,7 @@ class Session:
         self._done = (0,) * num_ranks
         # Why the session is over; empty while it is not
         self._ended = ""
-        self._counts: dict[tuple[Job, ...], tuple[tuple[int, ...], int]] = {}
+        self._counts = BoundedDict[tuple[Job, ...], tuple[tuple[int, ...], int]](_MAX_COUNTS)
 
     @property
     def num_jobs(self) -> int:
@@ -157,8 +158,6 @@ class Session:
     def _count(self, jobs: Sequence[Job]) -> tuple[tuple[int, ...], int]:
         key = tuple(jobs)
         if (counts := self._counts.get(key)) is None:
-            if len(self._counts) >= _MAX_COUNTS:
-                self._counts.clear()
             counts = self._counts[key] = self._count_running(jobs)
         return counts
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.arguments.checks import kind_of, names_arguments
+from weft.bounded import BoundedDict
 from weft.donation import refuse_donated, refuse_donated_in
 from weft.effects import Program
 from weft.errors import MeshError
@@ -61,7 +62,7 @@ from weft.trees import (
 )
 from weft.value_keys import value_key
 
-# Beyond this, all traces are dropped: calls with ever new signatures must not fill the memory.
+# The most traces that are cached: calls with ever new signatures must not fill the memory.
 _MAX_TRACES = 1024
 
 
@@ -152,7 +153,7 @@ class Sharded:
         self._fn = fn
         self._name = getattr(fn, "__name__", str(fn))
         self._call = call
-        self._traces: dict[Any, Traces] = {}
+        self._traces = BoundedDict[Any, Traces](_MAX_TRACES)
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -293,8 +294,6 @@ class Sharded:
         traces = self._traces.get(key)
         if traces is None or traces.closed_over.has_changed():
             traces = self._make_traces(flat, parts.keys, grads)
-            if len(self._traces) >= _MAX_TRACES:
-                self._traces.clear()
             # Traces whose closed-over values cannot be checked for changes are used only once.
             if traces.closed_over.is_lasting:
                 self._traces[key] = traces
@@ -435,7 +434,7 @@ class Sharded:
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the traces: a copy makes its own."""
-        return {**vars(self), "_traces": {}}
+        return {**vars(self), "_traces": BoundedDict(_MAX_TRACES)}
 
     def __repr__(self) -> str:
         return f"<Sharded {self._name} on {self.mesh}>"

@@ -7,6 +7,7 @@ import attrs
 import torch
 
 from weft.batch import Batch
+from weft.bounded import BoundedDict
 from weft.descriptor import BatchDescriptor
 from weft.padding import grow, unpad
 from weft.stages.config import ModelConfig
@@ -20,6 +21,7 @@ from weft.trees import map_sized
 
 T = TypeVar("T")
 
+# Ragged steps have many shapes, so the memo of decisions is bounded.
 _MAX_DECISIONS = 4096
 _MOST_CAPTURED = 2048
 _MOST_CAPTURED_IF_SMALL = 4096
@@ -44,8 +46,8 @@ class Classes:
     captured: Ladder[BatchDescriptor] = attrs.field(factory=Ladder)
     eager: Ladder[BatchDescriptor] = attrs.field(factory=Ladder)
     max_num_tokens: int = 0
-    _decisions: dict[BatchDescriptor, Decision[BatchDescriptor]] = attrs.field(
-        factory=dict, init=False
+    _decisions: BoundedDict[BatchDescriptor, Decision[BatchDescriptor]] = attrs.field(
+        factory=lambda: BoundedDict(_MAX_DECISIONS), init=False
     )
 
     def of(self, descriptor: BatchDescriptor) -> Decision[BatchDescriptor]:
@@ -62,9 +64,6 @@ class Classes:
                     (name, more) for name, more in excess(chosen, descriptor).items() if more
                 )
                 decision = attrs.evolve(decision, descriptor=chosen, padding=padding)
-            # Ragged steps have many shapes, so the memo is bounded.
-            if len(self._decisions) >= _MAX_DECISIONS:
-                self._decisions.clear()
             self._decisions[descriptor] = decision
         return decision
 

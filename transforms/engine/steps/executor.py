@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.batch import Batch
+from weft.bounded import BoundedDict
 from weft.descriptor import BatchDescriptor
 from weft.padding import inert
 from weft.torchapi.private import to_device
@@ -83,7 +84,9 @@ class BatchCache(Generic[T]):
     make: Callable[[DeviceWork], T]
     edited: Callable[[T, Edits], T]
     first: bool = True
-    _decodes: dict[tuple[tuple[int, ...], int, int], T] = attrs.field(factory=dict, init=False)
+    _decodes: BoundedDict[tuple[tuple[int, ...], int, int], T] = attrs.field(
+        factory=lambda: BoundedDict(_MAX_CACHED_BATCHES), init=False
+    )
 
     def __call__(self, work: Work) -> T:
         if work.token_ids or work.masks:
@@ -91,10 +94,7 @@ class BatchCache(Generic[T]):
         # A decode's tokens and positions are in the state, so its batch depends on these alone.
         key = work.rows, work.query_len, work.num_active_loras
         if (batch := self._decodes.get(key)) is None:
-            # Without edits, which differ from step to step. A dict keeps its order: the oldest goes
-            # first.
-            if len(self._decodes) >= _MAX_CACHED_BATCHES:
-                del self._decodes[next(iter(self._decodes))]
+            # Without edits, which differ from step to step.
             batch = self._decodes[key] = self.make(attrs.evolve(self._place(work), edits=Edits()))
         if work.edits:
             return self.edited(batch, work.edits)

@@ -18,6 +18,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 import attrs
 from torch import Tensor, is_inference_mode_enabled as is_inference_mode
 
+from weft.bounded import BoundedDict
 from weft.donation import refuse_donated, take_node, take_tensor
 from weft.ops.transfers.collective import current_place
 from weft.settings import is_batch_invariant
@@ -111,7 +112,7 @@ def _guarded(
 
 
 # Guarded values by the key of a call.
-Table = dict[Any, tuple[Guarded[T], ...]]
+Table = BoundedDict[Any, tuple[Guarded[T], ...]]
 
 
 def _find(
@@ -145,14 +146,8 @@ def _find(
     return None
 
 
-def _store(
-    table: Table[T], key: Any, tensors: Sequence[Any], guarded: Guarded[T], max_keys: int
-) -> None:
+def _store(table: Table[T], key: Any, tensors: Sequence[Any], guarded: Guarded[T]) -> None:
     """Store a value in front of the key's other values; the oldest one may be dropped."""
-    if len(table) >= max_keys:
-        # Plans are cheap to store again, and eviction one by one would need an order of use, which
-        # each call would have to write.
-        table.clear()
     candidates = table.get(key)
     if candidates is _CROWDED or (candidates is not None and len(candidates) == MAX_PER_KEY):
         table[key] = _CROWDED
@@ -174,8 +169,8 @@ class FastPath(Generic[T]):
 
     layout: CallLayout
     num_donated: int
-    plans: Table[T] = attrs.field(factory=dict)
-    cached_references: Table[KnownReferences] = attrs.field(factory=dict)
+    plans: Table[T] = attrs.field(factory=lambda: BoundedDict(MAX_KEYS))
+    cached_references: Table[KnownReferences] = attrs.field(factory=lambda: BoundedDict(MAX_KNOWN))
 
     def read(self, args: Sequence[Any], kwargs: dict[str, Any]) -> ReadCall | None:
         """Read a call's arguments; None if it has another structure."""
@@ -223,14 +218,14 @@ class FastPath(Generic[T]):
         guarded = _guarded(weakref.ref(plan), condition, read[2], read[1][: self.num_donated])
         if guarded is None:
             return False
-        _store(self.plans, read[0], read[2], guarded, MAX_KEYS)
+        _store(self.plans, read[0], read[2], guarded)
         if call.cached_references is None:
             entry = KnownReferences(call.reference_tree, call.reference_key())
             tensors = read[2]
             tensors = tensors[: self.layout.num_references[1]]
             references = _guarded(lambda: entry, None, tensors)
             assert references is not None, "a subset of tensors that are all in one place"
-            _store(self.cached_references, read[0][0], tensors, references, MAX_KNOWN)
+            _store(self.cached_references, read[0][0], tensors, references)
         return True
 
 
@@ -252,7 +247,7 @@ class FastPaths(Generic[T]):
         self.roles = roles
         self.name = name
         self.has_ladder = has_ladder
-        self.by_form: dict[tuple[Any, ...], tuple[FastPath[T], ...]] = {}
+        self.by_form = BoundedDict[tuple[Any, ...], tuple[FastPath[T], ...]](MAX_FORMS)
 
     def known_call(
         self, missed: Sequence[Missed[T]], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -287,8 +282,6 @@ class FastPaths(Generic[T]):
             new = None
         if new is None:
             return
-        if len(self.by_form) >= MAX_FORMS:
-            self.by_form.clear()
         self.by_form[form] = (*existing, new)
         new.add(new.layout.read(args, kwargs), call, plan, condition)
 

@@ -22,6 +22,7 @@ from typing import Any
 import attrs
 import torch
 
+from weft.bounded import BoundedDict
 from weft.errors import ProgramError
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.trees import OF_THIS_PROCESS
@@ -88,7 +89,7 @@ class Agreement:
         self._digest = ""
         self._entries: deque[tuple[str, str]] = deque(maxlen=_MAX_ENTRIES)
         self._states: dict[int, JournalState] = {}
-        self._programs: dict[str, CheckedPrograms] = {}
+        self._programs = BoundedDict[str, CheckedPrograms](_MAX_PROGRAMS)
         # By peer: how many entries it knows
         self._known_counts: dict[int, int] = {}
         # By peer: the digests of the programs whose text it knows
@@ -107,11 +108,8 @@ class Agreement:
 
     def begin(self, checked: CheckedPrograms, first: int, step: int) -> None:
         """Begin a step. Its micro-batches are numbered from `first`, and earlier ones are over."""
-        # Remove and insert again, so that the least recently used programs are dropped first.
-        self._programs.pop(checked.digest, None)
         self._programs[checked.digest] = checked
-        if len(self._programs) > _MAX_PROGRAMS:
-            del self._programs[next(iter(self._programs))]
+        self._programs.move_to_end(checked.digest)
         self._step = step
         self._digest = checked.digest
         state = self._now

@@ -10,7 +10,6 @@ import hashlib
 import json
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -18,6 +17,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.bounded import BoundedDict
 from weft.errors import RequestError
 from weft.stages.model import Model
 from weft.transforms.engine.requests.masks import Mask, MaskBudget
@@ -54,6 +54,14 @@ class _Compiled:
     use: GrammarUse
 
 
+def _size_of_texts(cached: Mapping[str, _Compiled]) -> int:
+    return sum(len(key) + len(compiled.text) for key, compiled in cached.items())
+
+
+def _size_of_grammars(cached: Mapping[bytes, Any]) -> int:
+    return sum(grammar.memory_size_bytes for grammar in cached.values())
+
+
 class Grammars:
     """Compiles grammars for a model's tokens within limits, and caches those used last.
 
@@ -65,8 +73,7 @@ class Grammars:
     def __init__(self, tokens: Tokens, limits: GrammarLimits) -> None:
         self._compiler = Compiler(tokens, limits)
         self._lock = threading.Lock()
-        self._last = OrderedDict[str, _Compiled]()
-        self._size = 0
+        self._last = BoundedDict[str, _Compiled](_KEPT, _size_of_texts)
 
     def find(self, form: Mapping[str, Any], use: GrammarUse) -> str | None:
         """The compiled text if it is cached and was tried out for such a use, else None.
@@ -97,13 +104,9 @@ class Grammars:
         with self._lock:
             before = self._last.pop(key, None)
             if before is None:
-                self._size += len(key) + len(text)
                 self._last[key] = _Compiled(text, use)
             else:
                 self._last[key] = _Compiled(before.text, before.use.joined(use))
-            while self._size > _KEPT:
-                dropped, compiled = self._last.popitem(last=False)
-                self._size -= len(dropped) + len(compiled.text)
         return text
 
     def close(self) -> None:
@@ -129,7 +132,7 @@ class Masks:
         self._read: Callable[[str, Any], Any] = xgrammar.CompiledGrammar.deserialize_json
         self._lock = threading.Lock()
         # Grammars used last, in `_last`, and all that any request still uses, in `_in_use`.
-        self._last = OrderedDict[bytes, Any]()
+        self._last = BoundedDict[bytes, Any](_KEPT, _size_of_grammars)
         self._in_use = weakref.WeakValueDictionary[bytes, Any]()
 
     def mask(self, compiled: str) -> Mask:
@@ -146,8 +149,6 @@ class Masks:
         grammar = self._read(compiled, self._info)
         with self._lock:
             self._in_use[key] = self._last[key] = grammar
-            while sum(cached.memory_size_bytes for cached in self._last.values()) > _KEPT:
-                self._last.popitem(last=False)
         return grammar
 
 

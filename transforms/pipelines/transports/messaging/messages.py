@@ -16,6 +16,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.bounded import BoundedDict
 from weft.effects import Broadcast, Fence, Recv, Send
 from weft.errors import ProgramError
 from weft.meshes.collectives import Collective, with_schema
@@ -195,12 +196,14 @@ class ProcessLink:
         self._on_device = isinstance(end, DeviceEnd)
         self._number = transfer.register(end)
         # The keys of layouts, by what each is computed from
-        self._keys: dict[Any, str] = {}
+        self._keys = BoundedDict[Any, str](_MAX_LAYOUTS)
         # The layouts of the messages that this rank sends
-        self._layouts_by_key: dict[str, MessageLayout] = {}
-        # By peer: the keys of the layouts that it knows from this rank
-        self._layouts_sent: dict[int, dict[str, None]] = {}
-        self._layouts_received: dict[int, dict[str, MessageLayout]] = {}
+        self._layouts_by_key = BoundedDict[str, MessageLayout](_MAX_LAYOUTS)
+        # By peer: the keys of the layouts that it knows from this rank. Both ends of an edge add the
+        # same layouts in the same order and drop the oldest, so a sender knows which layouts the
+        # receiver still has.
+        self._layouts_sent: dict[int, BoundedDict[str, None]] = {}
+        self._layouts_received: dict[int, BoundedDict[str, MessageLayout]] = {}
         # By peer: the headers still to be read. Each entry is the message's number over all peers,
         # the key of its layout, and what the header must say.
         self._awaited: dict[int, deque[tuple[int, str, Expected | Meeting]]] = {}
@@ -234,9 +237,10 @@ class ProcessLink:
             header = self.agreement.header(
                 edge.to, self._first + effect.microbatch, isinstance(effect, Broadcast)
             )
-            if key not in (sent := self._layouts_sent.setdefault(edge.to, {})):
+            sent = self._layouts_sent.setdefault(edge.to, BoundedDict(_MAX_LAYOUTS))
+            if key not in sent:
                 header["layout"] = layout.dumps(f"rank {self.monitor.rank}: '{effect}'")
-                _keep(sent, key, None)
+                sent[key] = None
             self.send_bytes(edge.to, header_bytes(header))
             if leaves:
                 transfer.send(
@@ -250,7 +254,7 @@ class ProcessLink:
             source = effect.root
         key = self._key(effect, source)
         microbatch = self._first + effect.microbatch
-        layouts = self._layouts_received.setdefault(source, {})
+        layouts = self._layouts_received.setdefault(source, BoundedDict(_MAX_LAYOUTS))
         self._count += 1
         expected = self.agreement.expect(microbatch, isinstance(effect, Broadcast))
         self._awaited.setdefault(source, deque()).append((self._count, key, expected))
@@ -333,7 +337,7 @@ class ProcessLink:
         header = json.loads(payload)
         self.agreement.compare(source, expected, header)
         if "layout" in header:
-            _keep(self._layouts_received[source], key, MessageLayout.loads(header["layout"]))
+            self._layouts_received[source][key] = MessageLayout.loads(header["layout"])
 
     def send_bytes(self, peer: int, payload: bytes) -> None:
         """Send bytes to a rank's host.
@@ -419,7 +423,7 @@ class ProcessLink:
                 f"{isinstance(effect, Broadcast)} {described} {self.checked.read_sources()}{stage}"
             )
             name = f"layout/{source}/{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
-            _keep(self._keys, of, name)
+            self._keys[of] = name
         return name
 
     def _layout(
@@ -437,7 +441,7 @@ class ProcessLink:
             return earlier
         layout = MessageLayout.of(value, leaves, structure)
         if earlier is None:
-            _keep(self._layouts_by_key, key, layout)
+            self._layouts_by_key[key] = layout
         else:
             raise ProgramError(
                 f"rank {self.monitor.rank}: '{effect}'",
@@ -452,14 +456,6 @@ class ProcessLink:
                 ),
             )
         return layout
-
-
-def _keep(cache: dict[Any, Any], key: Any, value: Any) -> None:
-    """Keep a value, and drop the oldest if there are too many. Both ends of an edge keep the same
-    values in the same order, so a sender knows which layouts the receiver still has."""
-    cache[key] = value
-    if len(cache) > _MAX_LAYOUTS:
-        del cache[next(iter(cache))]
 
 
 def dense(tensor: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 
 import attrs
 
+from weft.bounded import BoundedDict
 from weft.effects import Run, parse_effect
 from weft.errors import RankError
 from weft.meshes.collectives import Collective
@@ -82,7 +83,7 @@ class Monitor:
         self.failure: Failure | None = None
         self.here = Position()
         self.liveness = Liveness(self.clock)
-        self._programs: dict[str, CheckedPrograms] = {}
+        self._programs = BoundedDict[str, CheckedPrograms](_MAX_PROGRAMS)
 
     def for_thread(self, records: Records) -> "Monitor":
         """The same rank's view for another thread, which reads records by a separate connection."""
@@ -101,10 +102,8 @@ class Monitor:
         # This position is not written: the first instruction is written soon after, and before the
         # first step the others rely on the position `START`.
         self.here = Position(self.here.step + 1, checked.digest, 0, BEGIN, self.here.meetings)
-        self._programs.pop(checked.digest, None)
         self._programs[checked.digest] = checked
-        if len(self._programs) > _MAX_PROGRAMS:
-            del self._programs[next(iter(self._programs))]
+        self._programs.move_to_end(checked.digest)
 
     def move_to(self, index: int, instruction: object) -> None:
         """Write what this rank is about to do."""
