@@ -16,8 +16,7 @@ import attrs
 import torch
 
 from weft.arguments.checks import is_int
-from weft.arguments.expressions import Expression, is_plain, read_expression
-from weft.arguments.json_text import Fields, read_object
+from weft.arguments.json_text import Fields, is_plain_name, read_object
 from weft.errors import CheckpointNotFoundError, ConfigError
 from weft.stages.architectures import (
     ARCHITECTURES,
@@ -118,9 +117,8 @@ class Fp8Config:
     columns of a token at a time.
 
     Args:
-        skipped: the modules that are not quantised. Each is a regular expression; as in
-            transformers, it matches a prefix of a module's name that ends at a dot, or the end of
-            the name.
+        skipped: the modules that are not quantised. As in transformers, each is the beginning of a
+            module's name, up to a dot, or the end of one.
     """
 
     skipped: tuple[str, ...] = ()
@@ -133,23 +131,8 @@ class Fp8Config:
         >>> Fp8Config(("lm_head", "model.layers.1")).converts("model.layers.11.mlp.up_proj")
         True
         """
-        return not (
-            module.endswith(self.skipped)
-            or any(one.matches(module) for one in _skipping(self.skipped))
-        )
-
-
-# Cached, as a checkpoint may name hundreds of expressions, and each of its tens of thousands of
-# modules is matched.
-@functools.lru_cache(maxsize=16)
-def _skipping(names: tuple[str, ...]) -> tuple[Expression, ...]:
-    # The literal names become one alternation, so that a module is matched once for all of them.
-    boundary = r"(?:(?<=\.)|(?=\.|$)).*"
-    plain = "|".join(name for name in names if is_plain(name))
-    patterns = (name for name in names if not is_plain(name))
-    return tuple(
-        Expression(name, after=boundary) for name in ([plain, *patterns] if plain else patterns)
-    )
+        parents = tuple(f"{name.rstrip('.')}." for name in self.skipped)
+        return not (module.endswith(self.skipped) or f"{module}.".startswith(parents))
 
 
 @attrs.frozen
@@ -440,8 +423,8 @@ def _parse_fp8(fields: Fields) -> Fp8Config | None:
         takes = (*_FP8_ONLY, _SKIPPED)
         block.check(name in takes, name, f"quantization_config takes {', '.join(takes)}")
     names = block.items(_SKIPPED, str, "a list of names of modules, or null")
-    for name in names:
-        read_expression(block, _SKIPPED, name)
+    are_plain = all(map(is_plain_name, names))
+    block.check(are_plain, _SKIPPED, f"{_SKIPPED} is a list of names, without regular expressions")
     return Fp8Config(tuple(names))
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -18,6 +19,7 @@ _MOST_INTEGER = 2**31 - 1
 # The least and the greatest normal numbers of float32, the widest dtype in which weft computes.
 _FLOAT32 = 1.1754944e-38, 3.4028234e38
 _MISSING = object()
+_NAME = re.compile(r"[\w.-]*")
 
 
 def parse_json(text: str) -> Any:
@@ -209,6 +211,16 @@ class Fields:
         if raw is None:
             return None
         return attrs.evolve(self, raw=raw, prefix=f"{self.prefix}{name}.")
+
+
+def is_plain_name(text: str) -> bool:
+    """Whether a text is a module's name, or a part of one. Other texts are regular expressions,
+    which could keep Python's `re` busy for years, and are refused.
+
+    >>> is_plain_name("layers.0.self_attn.q_proj"), is_plain_name(".*_proj")
+    (True, False)
+    """
+    return _NAME.fullmatch(text) is not None
 
 
 def write_json(value: Any, indent: int | None = None) -> str:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.arguments.checks import Rule, check_values
-from weft.arguments.expressions import Expression, read_expression
-from weft.arguments.json_text import Fields, read_object
+from weft.arguments.json_text import Fields, is_plain_name, read_object
 from weft.errors import ConfigError
 from weft.stages.checkpoints.digests import Origin, digest_files, digest_params
 from weft.stages.checkpoints.reading import FLOATS, check_tensor, open_tensors, refuse_names
@@ -22,7 +21,6 @@ from weft.stages.shares import adaptable
 from weft.trees import OF_THIS_PROCESS, pytree, static
 
 T = TypeVar("T")
-Names = tuple[str, ...] | Expression
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
@@ -63,6 +61,8 @@ _NEUTRAL_AT: Mapping[str, tuple[Any, ...]] = {
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
 _OFF: tuple[Any, ...] = (None, False, [], {}, "")
+_TARGETS = "target_modules"
+_EXCLUDED = "exclude_modules"
 _ALL = "all-linear"
 _RULES: dict[str, Rule] = {
     "model": (
@@ -118,49 +118,61 @@ class LoraConfig:
         rank, alpha: the rank and alpha of layers that no pattern matches.
         use_rslora: whether the scaling is alpha / sqrt(rank) (Kalajdzievski, 2023, arXiv
             2312.03732), not alpha / rank.
-        rank_pattern, alpha_pattern: the ranks and alphas of layers whose names match an expression;
-            the first match counts.
-        targets, excluded: ends of names, or an expression that matches whole names.
+        rank_pattern, alpha_pattern: the ranks and alphas of layers by the ends of their names; the
+            first match counts.
+        targets: ends of the names of the layers that are changed; None: of any name.
+        excluded: ends of the names of those that are not.
+        has_expression: whether targets or excluded layers are given as a regular expression, which
+            is not read: the layers that are changed are then those in the file of the weights.
         layers: the decoder layers that are changed; None: all.
-        in_layers: an expression that matches the names of modules in a list of layers.
+        layer_lists: ends of the names of lists of layers; None: any.
     """
 
     rank: int
     alpha: float
     use_rslora: bool
-    rank_pattern: Sequence[tuple[Expression, int]]
-    alpha_pattern: Sequence[tuple[Expression, float]]
-    targets: Names
-    excluded: Names
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+    targets: tuple[str, ...] | None
+    excluded: tuple[str, ...]
+    has_expression: bool
     layers: tuple[int, ...] | None
-    in_layers: Expression
+    layer_lists: tuple[str, ...] | None
 
     def rank_of(self, name: str) -> int:
         """The rank of a linear layer, by transformers' name."""
-        return next((rank for key, rank in self.rank_pattern if key.matches(name)), self.rank)
+        ranks = (rank for end, rank in self.rank_pattern.items() if _ends(name, end))
+        return next(ranks, self.rank)
 
     def scaling_of(self, name: str) -> float:
         """The factor by which `b @ a` is multiplied."""
-        alpha = next((alpha for key, alpha in self.alpha_pattern if key.matches(name)), self.alpha)
+        alphas = (alpha for end, alpha in self.alpha_pattern.items() if _ends(name, end))
+        alpha = next(alphas, self.alpha)
         rank = self.rank_of(name)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def changes(self, name: str) -> bool:
-        """Whether a linear layer of the decoder has a pair of matrices."""
-        if _is_in(name, self.excluded) or not _is_in(name, self.targets):
+        """Whether a linear layer of the decoder has a pair of matrices, unless an expression, which
+        is not read, excludes it."""
+        if any(_ends(name, end) for end in self.excluded):
             return False
-        if self.layers is None or isinstance(self.targets, Expression):
+        if self.targets is None:
             return True
-        return (
-            self.in_layers.matches(name)
-            and next(int(x) for x in name.split(".") if x.isdecimal()) in self.layers
-        )
+        return any(_ends(name, end) for end in self.targets) and self._is_in_layers(name)
+
+    def _is_in_layers(self, name: str) -> bool:
+        if self.layers is None:
+            return True
+        parts = name.split(".")
+        place = next(place for place, part in enumerate(parts) if part.isdecimal())
+        layers = ".".join(parts[:place])
+        is_in_list = self.layer_lists is None or any(_ends(layers, end) for end in self.layer_lists)
+        return is_in_list and int(parts[place]) in self.layers
 
 
-def _is_in(name: str, names: Names) -> bool:
-    if isinstance(names, Expression):
-        return names.matches(name)
-    return any(name == one or name.endswith(f".{one}") for one in names)
+def _ends(name: str, end: str) -> bool:
+    """Whether a name is `end`, or ends with it after a dot."""
+    return name == end or name.endswith(f".{end}")
 
 
 def parse_lora(raw: Mapping[str, Any], call: str) -> LoraConfig:
@@ -191,10 +203,11 @@ def parse_lora(raw: Mapping[str, Any], call: str) -> LoraConfig:
         use_rslora=fields.flag("use_rslora", False),
         rank_pattern=_pattern(fields, "rank_pattern", lambda inner, key: inner.integer(key, 1)),
         alpha_pattern=_pattern(fields, "alpha_pattern", lambda inner, key: inner.number(key, 1.0)),
-        targets=_names(fields, "target_modules", all_linear=True),
-        excluded=_names(fields, "exclude_modules"),
+        targets=_targets(fields),
+        excluded=() if _is_expression(raw, _EXCLUDED) else _names(fields, _EXCLUDED),
+        has_expression=any(_is_expression(raw, name) for name in (_TARGETS, _EXCLUDED)),
         layers=_layers(fields),
-        in_layers=_in_layers(fields),
+        layer_lists=_layer_lists(fields),
     )
 
 
@@ -215,44 +228,42 @@ def _layers(fields: Fields) -> tuple[int, ...] | None:
     return tuple(layers) or None
 
 
-def _in_layers(fields: Fields) -> Expression:
+def _layer_lists(fields: Fields) -> tuple[str, ...] | None:
     pattern = fields.raw.get("layers_pattern")
-    if not isinstance(pattern, str):
-        patterns = _strings(fields, "layers_pattern")
+    if isinstance(pattern, str):
+        names = (pattern,) * bool(pattern)
     else:
-        patterns = [pattern]
-    text = "|".join(patterns) or "[^.]*"
-    return read_expression(fields, "layers_pattern", text, before=r"(?:.*\.)?", after=r"\.\d+\..*")
+        names = _names(fields, "layers_pattern")
+    are_plain = all(map(is_plain_name, names))
+    fields.check(are_plain, "layers_pattern", "layers_pattern is a list of names")
+    return names or None
 
 
-def _pattern(
-    fields: Fields, name: str, value: Callable[[Fields, str], T]
-) -> list[tuple[Expression, T]]:
-    if fields.raw.get(name):
-        inner = fields.nested(name, "an object of numbers")
-    else:
-        inner = None
-    if inner is None:
-        return []
-    return [
-        (read_expression(inner, key, key, before=r"(?:.*\.)?"), value(inner, key))
-        for key in inner.raw
-    ]
+def _pattern(fields: Fields, name: str, value: Callable[[Fields, str], T]) -> dict[str, T]:
+    if not fields.raw.get(name):
+        return {}
+    inner = fields.nested(name, "an object of numbers")
+    assert inner is not None
+    for key in inner.raw:
+        inner.check(is_plain_name(key), key, f"{name} has names, not regular expressions")
+    return {key: value(inner, key) for key in inner.raw}
 
 
-def _names(fields: Fields, name: str, *, all_linear: bool = False) -> Names:
-    value = fields.raw.get(name)
-    if all_linear and value == _ALL:
-        return Expression(".*")
-    if value and isinstance(value, str):
-        return read_expression(fields, name, value)
-    return tuple(_strings(fields, name))
+def _targets(fields: Fields) -> tuple[str, ...] | None:
+    if fields.raw.get(_TARGETS) == _ALL or _is_expression(fields.raw, _TARGETS):
+        return None
+    return _names(fields, _TARGETS)
 
 
-def _strings(fields: Fields, name: str) -> list[str]:
-    if fields.raw.get(name):
-        return fields.items(name, str, "a list of names, or a regular expression")
-    return []
+def _is_expression(raw: Mapping[str, Any], name: str) -> bool:
+    value = raw.get(name)
+    return isinstance(value, str) and value not in ("", _ALL)
+
+
+def _names(fields: Fields, name: str) -> tuple[str, ...]:
+    if not fields.raw.get(name):
+        return ()
+    return tuple(fields.items(name, str, "a list of names, or a regular expression"))
 
 
 def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Adapter:
@@ -260,8 +271,10 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Adapter:
     `save_pretrained` writes them.
 
     An adapter may change any linear layer of attention and of feed-forward blocks, but not experts.
-    If the model is one stage of a pipeline, only that stage's layers are read. Values are loaded as
-    float32; the computation is in the dtype of the model's activations.
+    Regular expressions in `target_modules` and `exclude_modules` are not read: the adapter then
+    changes the layers of which its weights' file has tensors. If the model is one stage of a
+    pipeline, only that stage's layers are read. Values are loaded as float32; the computation is in
+    the dtype of the model's activations.
 
     Args:
         model: the base model of the adapter.
@@ -287,13 +300,13 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Adapter:
         for i in range(model.config.num_layers)
         for n, (_, _, part) in adaptable(model.config, i).items()
     }
-    pairs = _changed(config, parts, call)
-    expected_names = {_tensor(name, which) for name in pairs for which in "AB"}
-    stage_names = {
-        name for i in model.layout.layers for name in adaptable(model.config, i)
-    } & pairs.keys()
     with open_tensors(path / _WEIGHTS, "cpu", call) as handle:
         there = handle.keys()
+        pairs = _changed(config, _in_file(parts, there) if config.has_expression else parts, call)
+        expected_names = {_tensor(name, which) for name in pairs for which in "AB"}
+        stage_names = {
+            name for i in model.layout.layers for name in adaptable(model.config, i)
+        } & pairs.keys()
         missing = sorted(expected_names.difference(there))
         extra = [name for name in there if name not in expected_names]
         refuse_names(missing, extra, _WEIGHTS, _CONFIG, call)
@@ -308,21 +321,21 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Adapter:
 
 def _changed(config: LoraConfig, names: Iterable[str], call: str) -> dict[str, tuple[int, float]]:
     """The rank and the scaling of each of these linear layers that the adapter changes."""
-    try:
-        if pairs := {
-            n: (config.rank_of(n), config.scaling_of(n)) for n in names if config.changes(n)
-        }:
-            return pairs
-        problem = "names no layer of the model that can be adapted"
+    pairs = {n: (config.rank_of(n), config.scaling_of(n)) for n in names if config.changes(n)}
+    if not pairs:
+        problem = f"{_CONFIG} names no layer of the model that can be adapted"
         instead = (
             "an adapter of the model's own q, k, v, o, gate, up or down projections, none of"
             " experts"
         )
-    # An expression of the file that takes too many steps to match.
-    except ConfigError as error:
-        problem = f"has {error.call}, and {error.problem}"
-        instead = error.instead
-    raise ConfigError(call, f"{_CONFIG} {problem}", instead)
+        raise ConfigError(call, problem, instead)
+    return pairs
+
+
+def _in_file(names: Iterable[str], tensors: Sequence[str]) -> list[str]:
+    """Those of the linear layers of which the weights' file has a tensor."""
+    in_file = {*tensors}
+    return [name for name in names if any(_tensor(name, which) in in_file for which in "AB")]
 
 
 def _tensor(name: str, which: str) -> str:

@@ -390,11 +390,12 @@ def adapter_cases() -> Iterator[Case]:
             yield Case(f"{field}: {kind}", ADAPTED, edit(ADAPTER, **{field: value}))
     for kind, text in EXPRESSIONS.items():
         layers = {"layers_to_transform": [0, 1], "layers_pattern": [text]}
-        yield Case(f"targets: {kind}", ADAPTED, edit(ADAPTER, target_modules=text), refused=True)
+        yield Case(f"targets: {kind}", ADAPTED, edit(ADAPTER, target_modules=text))
         yield Case(f"excluded: {kind}", ADAPTED, edit(ADAPTER, exclude_modules=text))
         yield Case(f"layers_pattern: {kind}", ADAPTED, edit(ADAPTER, **layers), refused=True)
-        yield Case(f"rank_pattern: {kind}", ADAPTED, edit(ADAPTER, rank_pattern={text: 2}))
-        yield Case(f"alpha_pattern: {kind}", ADAPTED, edit(ADAPTER, alpha_pattern={text: 2}))
+        for name in ("rank_pattern", "alpha_pattern"):
+            edited = edit(ADAPTER, **{name: {text: 2}})
+            yield Case(f"{name}: {kind}", ADAPTED, edited, refused=True)
     for kind, value in NUMBERS.items():
         yield Case(
             f"rank: {kind}", ADAPTED, edit(ADAPTER, rank_pattern={"q_proj": value}), refused=True

@@ -277,7 +277,7 @@ def damage(kind: str, folder: Path) -> tuple[str, ...]:
     if kind == "deep":
         (folder / "config.json").write_text(malformed.DEEP)
     if kind == "endless":
-        malformed.edit(malformed.ADAPTER, target_modules=EXPRESSIONS["endless"])(folder)
+        malformed.edit(malformed.ADAPTER, rank_pattern={EXPRESSIONS["endless"]: 2})(folder)
     if kind == "NaN":
         tensors = load_file(folder / malformed.SHARDS[0])
         save_file(
@@ -291,7 +291,7 @@ def damage(kind: str, folder: Path) -> tuple[str, ...]:
     ("kind", "code", "said"),
     [
         ("deep", 2, "config.json is not JSON: it is nested too deeply"),
-        ("endless", 2, "adapter_config.json names no layer of the model that can be adapted"),
+        ("endless", 2, "rank_pattern has names, not regular expressions"),
         ("NaN", 1, "logits that are NaN after 9 tokens"),
     ],
 )
