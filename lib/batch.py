@@ -66,7 +66,7 @@ class Batch(Summarized):
         samples: [num_reqs] bool, whether the step reaches the end of the request's prompt or is
             past it; only then is a token sampled and kept.
         token_mask: [num_reqs, ceil(vocab_size / 32)] int32, one bit per token, set if a grammar
-            allows the request to draw it; lowest bit first, as in XGrammar. None: all tokens are
+            allows the request to draw it; lowest bit first, as in llguidance. None: all tokens are
             allowed. Batches with and without a mask have different graphs.
         targets: [num_tokens] int64, the prompt's next token after each token; the step also returns
             the logprobs of these. None if no request asks for them.

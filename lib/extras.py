@@ -16,7 +16,7 @@ EXTRAS = {
         *(() if sys.platform == "win32" else ("uvloop>=0.19",)),
         "pydantic>=2.7",
         "prometheus-client>=0.20",
-        "xgrammar>=0.1.24",
+        "llguidance>=1.6",
     ),
     "gguf": ("gguf>=0.18",),
     "proofs": ("hypothesis>=6.131", "z3-solver>=4.13", "expecttest>=0.2"),

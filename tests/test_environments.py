@@ -145,7 +145,7 @@ def test_names_and_constraints(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [*by_name] == ["unpinned", "lowest", "torch-2.11", "torch-2.12", "python-3.13"]
     assert by_name["unpinned"].constraints is None
     assert by_name["torch-2.12"].constraints == ("torch==2.12.1",)
-    assert {"xgrammar==0.1.24", "torch==2.11"} <= {*by_name["lowest"].constraints}
+    assert {"llguidance==1.6", "torch==2.11"} <= {*by_name["lowest"].constraints}
     assert by_name["python-3.13"].python == "python3.13"
 
 

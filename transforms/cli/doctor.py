@@ -31,7 +31,7 @@ _PACKAGES = (
         "hypothesis",
         "transformers",
     ),
-    *("starlette", "uvicorn", "pydantic", "prometheus-client", "xgrammar"),
+    *("starlette", "uvicorn", "pydantic", "prometheus-client", "llguidance"),
 )
 _REASONS = {"tape": "a record of operators, with a graph's hazards", "cuda": "torch.cuda.CUDAGraph"}
 

@@ -188,7 +188,7 @@ def test_an_address_of_a_family_that_is_not_there_is_left_out(
 
 @pytest.mark.slow
 def test_a_request_whose_grammar_is_compiled_ends_after_a_signal() -> None:
-    """The first grammar waits for XGrammar's process to start."""
+    """The first grammar waits for the process of grammars to start."""
     responses: list[Any] = []
     form = {"type": "regex", "regex": "ab"}
     with serving() as (process, url):

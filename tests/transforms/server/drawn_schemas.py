@@ -1,5 +1,4 @@
-"""JSON Schemas, drawn: those that are kept to, and those with keywords that XGrammar does not keep
-to."""
+"""JSON Schemas, drawn: those that are enforced, and those with keywords that may be refused."""
 
 from typing import Any
 
@@ -8,7 +7,14 @@ from hypothesis import strategies as st
 Schema = dict[str, Any]
 names = st.sampled_from(["a", "size", "is_new", "list of", "x-y", "é", 'q"', "b\n"])
 texts = st.text(st.characters(codec="utf-8"), max_size=4)
-scalars = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(-1e9, 1e9) | texts
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(-1e9, 1e9).map(lambda x: round(x, 3))
+    | texts
+)
+long_numbers = st.floats(1e8, 1e9).map(lambda value: {"const": value})
 values = st.recursive(
     scalars,
     lambda value: st.lists(value, max_size=2) | st.dictionaries(names, value, max_size=2),
@@ -117,8 +123,11 @@ def _unions(draw: st.DrawFn, parts: st.SearchStrategy[Schema]) -> Schema:
     return {"oneOf": [{"type": "object", **option} for option in options]}
 
 
-# Characters: more than two blocks of those in which a grammar counts long strings.
+# Characters: more than the 255 of many columns of databases.
 LONG = 300
+dates = st.sampled_from(["date", "time", "date-time"]).map(
+    lambda value: {"type": "string", "format": value}
+)
 strings = st.one_of(
     st.sampled_from((5, 5, LONG)).flatmap(
         lambda largest: _bounds("minLength", "maxLength", largest).map(
@@ -126,9 +135,10 @@ strings = st.one_of(
         )
     ),
     patterns.map(lambda value: {"type": "string", "pattern": value}),
-    st.sampled_from(
-        ["date", "time", "date-time", "ipv4", "uuid", "email", "hostname", "duration"]
-    ).map(lambda value: {"type": "string", "format": value}),
+    dates,
+    st.sampled_from(["ipv4", "ipv6", "uuid", "email", "hostname", "duration", "uri"]).map(
+        lambda value: {"type": "string", "format": value}
+    ),
 )
 leaves = st.one_of(
     _numbers(),
@@ -144,8 +154,8 @@ _NOTES = st.sampled_from([{}, {}, {"title": "A", "description": "b", "default": 
 
 
 @st.composite
-def kept_schemas(draw: st.DrawFn) -> Schema:
-    """A schema, perhaps with definitions and references, of keywords that are kept to."""
+def enforced_schemas(draw: st.DrawFn) -> Schema:
+    """A schema, perhaps with definitions and references, of keywords that are enforced."""
     schema = {**draw(_inner), **draw(_NOTES)}
     if draw(st.integers(0, 3)):
         return schema
@@ -164,7 +174,7 @@ def kept_schemas(draw: st.DrawFn) -> Schema:
     }
 
 
-# Keywords beside others, most of which XGrammar would ignore.
+# Keywords beside others. llguidance enforces some, and refuses the others.
 ODD: list[Schema] = [
     *(
         {"uniqueItems": True},

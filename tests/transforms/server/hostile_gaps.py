@@ -43,12 +43,7 @@ from weft.proofs.evidence.http.process import ServerProcess, serving, write_reco
 ANSWER_SECONDS = 10.0
 _TOKENS = 60
 _NESTED = {"type": "regex", "regex": "(((a*)*)*)*"}
-_CHAIN = {
-    "type": "grammar",
-    "grammar": (
-        "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1}*" for i in range(8)) + '\nr8 ::= "a"*'
-    ),
-}
+_AMBIGUOUS = {"type": "grammar", "grammar": 'root ::= root root | "a" | "ab" | "b"'}
 _QUICK = {"type": "regex", "regex": "[ab]+"}
 _TEMPLATE = (
     "{% for m in messages %}{% if m.content == 'loop' %}{% for a in range(99999) %}{% for b in"
@@ -59,7 +54,7 @@ _HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
 
 
 def slow_grammar(seed: int) -> dict[str, Any]:
-    """A grammar that XGrammar compiles for longer than it may."""
+    """A grammar that takes longer to compile than it may."""
     rules = "\n".join(f'r{i} ::= r{i + 1} | "{seed}{i}"' for i in range(3000))
     return {"type": "grammar", "grammar": f'root ::= r0\n{rules}\nr3000 ::= "a"'}
 
@@ -116,14 +111,14 @@ ATTACKS: dict[str, list[Request]] = {
     "stars within stars, n=100, 400 tokens": completions(
         [{"response_format": _NESTED, "n": 100, "max_tokens": 400}]
     ),
-    "a chain of nullable rules, n=100": completions(
-        [{"response_format": _CHAIN, "n": 100, "max_tokens": 100}]
+    "an ambiguous grammar, n=100": completions(
+        [{"response_format": _AMBIGUOUS, "n": 100, "max_tokens": 100}]
     ),
     "stars within stars, 20 requests": completions(
         [{"response_format": _NESTED, "max_tokens": 100 - i} for i in range(20)]
     ),
-    "a chain of nullable rules, 20 requests": completions(
-        [{"response_format": _CHAIN, "max_tokens": 40 - i} for i in range(20)]
+    "an ambiguous grammar, 20 requests": completions(
+        [{"response_format": _AMBIGUOUS, "max_tokens": 40 - i} for i in range(20)]
     ),
     "grammars that take their whole time": completions(
         [{"response_format": slow_grammar(i)} for i in range(3)]
@@ -146,7 +141,7 @@ ORDINARY: dict[str, list[Request]] = {
 # The ordinary requests that are as much load as an attack whose requests are answered.
 AS_MUCH_LOAD = {
     "stars within stars, 20 requests": "20 requests without a grammar",
-    "a chain of nullable rules, 20 requests": "20 requests without a grammar",
+    "an ambiguous grammar, 20 requests": "20 requests without a grammar",
 }
 
 

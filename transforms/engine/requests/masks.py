@@ -20,7 +20,7 @@ Mask = Callable[[Sequence[int]], Tensor | Iterable[int] | None]
 """A user's function that says, before each token of a request, which tokens are allowed: a grammar,
 a schema, a list of names. It takes the tokens that the request has generated. It returns the ids
 that may be next; or one bit for each token of the vocabulary, [ceil(vocab_size / 32)] int32, lowest
-bit first, as XGrammar fills it; or None: any token.
+bit first, as XGrammar and llguidance fill it; or None: any token.
 
 Every rank that runs a stage calls it with the same tokens, and must get the same answer.
 `outputs.apply_masks` calls it and puts the bits into `step.Work.masks`; the work's batch holds them

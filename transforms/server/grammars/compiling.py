@@ -1,7 +1,7 @@
-"""`Compiler`: runs XGrammar in a separate process, with limits of time and memory.
+"""`Compiler`: runs llguidance in a separate process, with limits of time and memory.
 
-A grammar of a few lines can cost XGrammar minutes or gigabytes, or crash it. The separate process
-compiles the grammar, tries it out on tokens that it allows, and sends it back as text.
+A grammar of a few lines can take seconds and gigabytes to compile. The separate process compiles
+the grammar and tries it out on tokens that it allows, before the engine does.
 """
 
 import contextlib
@@ -9,11 +9,10 @@ import json
 import multiprocessing
 import os
 import random
-import re
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
@@ -22,14 +21,15 @@ import attrs
 
 from weft.errors import RequestError
 from weft.transforms.engine.requests.masks import MaskBudget
-from weft.transforms.server.vocabulary import Vocabulary
+from weft.transforms.server.grammars.matching import Matcher, Matchers, Tokens
+from weft.transforms.server.grammars.schemas import OPTIONS, prepare_schema
 
 _START_SECONDS = 60.0
-# The time and the place in XGrammar's source that precede its error messages.
-_PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
-# The most bytes of a compiled grammar as text: this many, and more for each token of the model.
-_LARGEST = 4 * 2**20
-_LARGEST_PER_TOKEN = 128
+# CPU seconds. Each rank of the engine builds the matcher again, while its requests wait.
+_MOST_BUILDING = 0.25
+# llguidance recurses, and a deep grammar crashes it. The engine's threads have at least 4 times as
+# much, so that no grammar that is compiled here crashes the engine.
+_STACK_BYTES = 2 * 2**20
 _TRIED_SEEDS = 2
 # The lowest priority: once started, the process gets only the CPU time that the engine and the
 # server leave.
@@ -47,7 +47,7 @@ class GrammarLimits:
 
     Args:
         seconds: CPU seconds to compile it and try it out.
-        memory: bytes that this may take, in addition to what XGrammar takes at its start.
+        memory: bytes that this may take, in addition to what llguidance takes at its start.
         budget: the time for the masks of one request, both in the trial and in use.
         trial_seconds: CPU seconds after which each trial text ends.
     """
@@ -84,42 +84,6 @@ class GrammarUse:
 SHORT_USE = GrammarUse(num_tokens=64, n=1)
 
 
-@attrs.frozen(eq=False)
-class Tokens:
-    """A model's tokens, as XGrammar reads them.
-
-    Args:
-        written: each token as written in the tokenizer's file.
-        kind: as in `Vocabulary`.
-        stop_token_ids: the tokens that end an answer.
-    """
-
-    written: Sequence[str]
-    kind: str
-    stop_token_ids: Sequence[int]
-
-    @classmethod
-    def of(cls, vocabulary: Vocabulary, stop_token_ids: Sequence[int]) -> "Tokens":
-        """The tokens of a vocabulary."""
-        written = [vocabulary.written(token) for token in range(vocabulary.size)]
-        return cls(written, vocabulary.kind, [*stop_token_ids])
-
-    def info(self) -> Any:
-        """The tokens as XGrammar's `TokenizerInfo`."""
-        import xgrammar
-
-        kinds = {
-            "byte_level": xgrammar.VocabType.BYTE_LEVEL,
-            "byte_fallback": xgrammar.VocabType.BYTE_FALLBACK,
-            "raw": xgrammar.VocabType.RAW,
-        }
-        size = len(self.written)
-        stops = [*self.stop_token_ids]
-        return xgrammar.TokenizerInfo(
-            [*self.written], kinds[self.kind], vocab_size=size, stop_token_ids=stops
-        )
-
-
 class Compiler:
     """Compiles grammars one at a time, in a process that is started for the first grammar, and
     again after a grammar that broke it.
@@ -137,7 +101,7 @@ class Compiler:
         self._pipe: Connection | None = None
 
     def compile(self, call: str, kind: str, source: str, use: GrammarUse = SHORT_USE) -> str:
-        """Compile a grammar, and return it as XGrammar serializes it.
+        """Compile a grammar, and return it in llguidance's dialect of Lark.
 
         Args:
             call: the call that errors show.
@@ -146,7 +110,7 @@ class Compiler:
             use: the use for which to try it out.
 
         Raises:
-            RequestError: XGrammar refuses it, or it exceeds the limits.
+            RequestError: llguidance refuses it, or it exceeds the limits.
         """
         # One process, and one question at a time: the pipe has no other way to match an answer.
         with self._lock:
@@ -157,15 +121,15 @@ class Compiler:
                     self._end()
                     problem = f"a grammar that is not compiled within {self._limits.seconds:g} s"
                     raise RequestError(call, problem, "a smaller one")
-                error, serialized = pipe.recv()
+                error, compiled = pipe.recv()
             except (EOFError, OSError):
                 self._end()
                 raise RequestError(
-                    call, "a grammar that ends XGrammar's process", "a smaller one"
+                    call, "a grammar that ends llguidance's process", "a smaller one"
                 ) from None
         if error is not None:
-            raise RequestError(call, error, "one that XGrammar compiles")
-        return str(serialized)
+            raise RequestError(call, error, "a schema or grammar that llguidance enforces in full")
+        return str(compiled)
 
     def _started(self) -> Connection:
         if self._process is not None and self._pipe is not None and self._process.is_alive():
@@ -185,7 +149,7 @@ class Compiler:
                 return self._pipe
         self._end()
         raise RequestError(
-            "response_format", "XGrammar's process did not start", "the same request later"
+            "response_format", "llguidance's process did not start", "the same request later"
         )
 
     def _has_answer(self, pipe: Connection, seconds: float) -> bool:
@@ -221,50 +185,68 @@ def _serve(pipe: Connection, tokens: tuple[Any, ...], limits: GrammarLimits) -> 
     # Ctrl-C is for the server, which ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for stream in (1, 2):
-        # XGrammar's warnings contain what clients sent, which does not belong in the log.
+        # llguidance's warnings contain what clients sent, which does not belong in the log.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-    import xgrammar
-
-    info = Tokens(*tokens).info()
-    compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+    model_tokens = Tokens(*tokens)
+    matchers = Matchers(model_tokens)
     # After the vocabulary is read: the limit counts from the memory that is in use now.
     _limit_memory(limits.memory)
     if hasattr(os, "nice"):  # not on Windows
         os.nice(_NICE)
+    threading.stack_size(_STACK_BYTES)
+    arguments = (pipe, model_tokens, matchers, limits)
+    thread = threading.Thread(target=_compile_all, args=arguments)
+    thread.start()
+    thread.join()
+
+
+def _compile_all(
+    pipe: Connection, tokens: Tokens, matchers: Matchers, limits: GrammarLimits
+) -> None:
     pipe.send("ready")
     with contextlib.suppress(EOFError, OSError):
         while True:
             kind, source, use = pipe.recv()
             try:
-                compiled = compile_with(compiler, kind, source)
-                try_out(xgrammar.GrammarMatcher(compiled), info, kind, limits, use)
-                serialized = compiled.serialize_json()
-                most = _LARGEST + _LARGEST_PER_TOKEN * info.vocab_size
-                if len(serialized) > most:  # each rank must read it, which takes time there
-                    raise _TooLarge(f"a grammar that takes {len(serialized)} bytes; at most {most}")
+                compiled = grammar_of(kind, source)
+                begin = time.thread_time()
+                matcher = matchers.matcher(compiled)
+                seconds = time.thread_time() - begin
+                if seconds > _MOST_BUILDING:
+                    problem = f"a grammar that takes {seconds:.2g} s to build; at most"
+                    raise _TooLarge(f"{problem} {_MOST_BUILDING:g} s")
+                try_out(matcher, tokens, kind, limits, use)
             except _TooLarge as error:
                 pipe.send((str(error), None))
+            except RequestError as error:
+                pipe.send((error.problem, None))
             except Exception as error:
-                said = _PLACE.sub("", str(error)).strip()
-                pipe.send((f"{type(error).__name__}: {said:.300}", None))
+                pipe.send((f"{type(error).__name__}: {error!s:.300}", None))
             else:
-                pipe.send((None, serialized))
+                pipe.send((None, compiled))
 
 
 class _TooLarge(Exception):
     """A grammar exceeds a limit, or allows no text at all."""
 
 
-def compile_with(compiler: Any, kind: str, source: str) -> Any:
-    """Compile a grammar of one of the kinds with XGrammar's compiler."""
+def grammar_of(kind: str, source: str) -> str:
+    """A grammar of one of the kinds in llguidance's dialect of Lark."""
+    import llguidance
+
     if kind in ("json_schema", "json_object"):
-        return compiler.compile_json_schema(source, strict_mode=kind == "json_schema")
-    if kind == "grammar":
-        return compiler.compile_grammar(source)
-    return compiler.compile_regex(source)
+        rules = f"start: %json {source}"
+    elif kind == "regex":
+        rules = f"start: /{llguidance.regex_to_lark(source, 'dw')}/"
+    else:
+        rules = llguidance.grammar_from("grammar", source)
+    # Otherwise, where the grammar leaves no choice, only one spelling in tokens would be allowed.
+    return f'{rules}\n%llguidance {{"no_forcing": true}}'
 
 
-def try_out(matcher: Any, info: Any, kind: str, limits: GrammarLimits, use: GrammarUse) -> None:
+def try_out(
+    start: Matcher, tokens: Tokens, kind: str, limits: GrammarLimits, use: GrammarUse
+) -> None:
     """Generate trial texts as long as the request's, and measure the time of each mask.
 
     A grammar may compile fast and still take seconds per token, or more and more with the length
@@ -272,20 +254,22 @@ def try_out(matcher: Any, info: Any, kind: str, limits: GrammarLimits, use: Gram
 
     Raises:
         _TooLarge: the masks exceed the budget, or the grammar allows no text.
+        RequestError: llguidance gives up.
     """
     import numpy as np
 
-    bits = np.zeros((1, -(-info.vocab_size // 32)), dtype=np.int32)
-    stops = {*info.stop_token_ids}
+    size = len(tokens.tokens)
     for seed in range(_TRIED_SEEDS):
-        matcher.reset()
+        matcher = start.fork()
         draw = random.Random(seed)
         # CPU time: this process has a low priority, and may have to wait at any point.
         end = time.thread_time() + limits.trial_seconds
         debt = 0.0
         accepting = 0.0
         for count in range(use.num_tokens):
-            seconds = accepting + _fill_seconds(matcher, bits)
+            begin = time.thread_time()
+            bits = matcher.allowed().numpy()
+            seconds = accepting + time.thread_time() - begin
             if limits.budget.is_exceeded(debt, use.n * seconds):
                 times = f" for each of {use.n} completions" * (use.n > 1)
                 problem = (
@@ -294,31 +278,17 @@ def try_out(matcher: Any, info: Any, kind: str, limits: GrammarLimits, use: Gram
                 )
                 raise _TooLarge(f"{problem} {limits.budget.step_seconds:g} s for all of them")
             debt = limits.budget.owed(debt, use.n * seconds)
-            allowed = np.flatnonzero(
-                np.unpackbits(bits.view(np.uint8), bitorder="little")[: info.vocab_size]
-            )
-            going = allowed[~np.isin(allowed, [*stops])]
-            if not count and (
-                not len(allowed) or (kind.startswith("json") and len(going) < len(allowed))
-            ):
+            allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")[:size])
+            going = allowed[~np.isin(allowed, tokens.stop_token_ids)]
+            if not count and kind.startswith("json") and len(going) < len(allowed):
                 raise _TooLarge("a grammar that no text fits")
             if not len(going) or time.thread_time() > end:
                 break
             # The slowest texts for a grammar repeat a token, as the first of the two texts does.
             token = int(going[0] if seed == 0 else going[draw.randrange(len(going))])
             begin = time.thread_time()
-            matcher.accept_token(token)
+            matcher.accept(token)
             accepting = time.thread_time() - begin
-
-
-def _fill_seconds(matcher: Any, bits: Any) -> float:
-    """The CPU seconds for one mask, the shorter of two tries, since the first may run with cold
-    caches."""
-    begin = time.thread_time()
-    matcher.fill_next_token_bitmask(bits)
-    middle = time.thread_time()
-    matcher.fill_next_token_bitmask(bits)
-    return min(middle - begin, time.thread_time() - middle)
 
 
 def _processor_seconds(pid: int | None) -> float | None:
@@ -344,22 +314,19 @@ def _limit_memory(more: int) -> None:
 
 
 def source_of(call: str, form: Mapping[str, Any]) -> tuple[str, str]:
-    """The kind of a `response_format`, and its source for XGrammar.
+    """The kind of a `response_format`, and its source.
 
     Raises:
-        RequestError: the source is missing, or XGrammar would not enforce all of it.
+        RequestError: the source is missing, or has a number that would be rounded.
     """
-    from weft.transforms.server.grammars.patterns import rewrite
-    from weft.transforms.server.grammars.schemas import rewrite_schema
-
     kind = str(form["type"])
     if kind == "json_object":
-        return kind, json.dumps({"type": "object"})
+        return kind, json.dumps({"type": "object", "x-guidance": OPTIONS})
     if kind == "json_schema":
         schema = form.get("json_schema", {}).get("schema")
-        if schema is None:
+        if not isinstance(schema, Mapping):
             raise RequestError(call, "no schema", '{"json_schema": {"name": ..., "schema": {...}}}')
-        return kind, json.dumps(rewrite_schema(call, schema))
+        return kind, json.dumps(prepare_schema(call, schema))
     if not form.get(kind):
         raise RequestError(call, f"no {kind}", f'{{"type": "{kind}", "{kind}": "..."}}')
-    return kind, rewrite(call, form[kind], in_json=False) if kind == "regex" else str(form[kind])
+    return kind, str(form[kind])

@@ -1,5 +1,4 @@
-"""`response_format` as token masks for the engine, by XGrammar (Dong et al., 2024, arXiv
-2411.15100).
+"""`response_format` as token masks for the engine.
 
 `Grammars` compiles in the process that answers clients; the compiled texts are sent to every rank,
 where `Masks` reads them.
@@ -10,11 +9,10 @@ import hashlib
 import json
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
-import torch
 from torch import Tensor
 
 from weft.bounded import BoundedDict
@@ -27,13 +25,15 @@ from weft.transforms.server.grammars.compiling import (
     Compiler,
     GrammarLimits,
     GrammarUse,
-    Tokens,
     source_of,
 )
+from weft.transforms.server.grammars.matching import Matcher, Matchers, Tokens
 from weft.transforms.server.vocabulary import Vocabulary
 
-# The most bytes of cached grammars that no request uses.
+# The most bytes of cached grammars.
 _KEPT = 16 * 2**20
+# The most matchers that a rank keeps for the next request of the same grammar.
+_MOST_STARTS = 32
 
 
 class CompileGrammar(Protocol):
@@ -56,10 +56,6 @@ class _Compiled:
 
 def _size_of_texts(cached: Mapping[str, _Compiled]) -> int:
     return sum(len(key) + len(compiled.text) for key, compiled in cached.items())
-
-
-def _size_of_grammars(cached: Mapping[bytes, Any]) -> int:
-    return sum(grammar.memory_size_bytes for grammar in cached.values())
 
 
 class Grammars:
@@ -123,33 +119,28 @@ class Masks:
     """
 
     def __init__(self, tokens: Tokens, budget: MaskBudget) -> None:
-        import xgrammar
-
-        self._info = tokens.info()
-        self._num_words = -(-len(tokens.written) // 32)
+        self._matchers = Matchers(tokens)
         self._budget = budget
-        self._new_matcher: Callable[..., Any] = xgrammar.GrammarMatcher
-        self._read: Callable[[str, Any], Any] = xgrammar.CompiledGrammar.deserialize_json
         self._lock = threading.Lock()
-        # Grammars used last, in `_last`, and all that any request still uses, in `_in_use`.
-        self._last = BoundedDict[bytes, Any](_KEPT, _size_of_grammars)
-        self._in_use = weakref.WeakValueDictionary[bytes, Any]()
+        # Matchers at the start of grammars: those used last, in `_last`, and all that any request
+        # still uses, in `_in_use`.
+        self._last = BoundedDict[bytes, Matcher](_MOST_STARTS)
+        self._in_use = weakref.WeakValueDictionary[bytes, Matcher]()
 
     def mask(self, compiled: str) -> Mask:
         """The mask of a compiled grammar."""
-        grammar = self._grammar(compiled)
-        return _GrammarMask(lambda: self._new_matcher(grammar), self._num_words, self._budget)
+        return _GrammarMask(self._start(compiled), self._budget)
 
-    def _grammar(self, compiled: str) -> Any:
+    def _start(self, compiled: str) -> Matcher:
         key = hashlib.blake2b(compiled.encode(), digest_size=16).digest()
         with self._lock:
-            if (grammar := self._in_use.get(key)) is not None:
-                return grammar
+            if (start := self._in_use.get(key)) is not None:
+                return start
         # Outside the lock, because it may take long; at worst, two threads read the same grammar.
-        grammar = self._read(compiled, self._info)
+        start = self._matchers.matcher(compiled)
         with self._lock:
-            self._in_use[key] = self._last[key] = grammar
-        return grammar
+            self._in_use[key] = self._last[key] = start
+        return start
 
 
 @attrs.define(eq=False)
@@ -157,12 +148,12 @@ class _State:
     """What the grammar allows after some tokens.
 
     Args:
-        matcher: XGrammar's matcher, which has accepted these tokens.
+        matcher: it has accepted these tokens.
         bits: the tokens that may be next, one bit for each token of the model.
         num_completions: the completions that consist of these tokens now.
     """
 
-    matcher: Any
+    matcher: Matcher
     bits: Tensor
     num_completions: int = 0
 
@@ -171,10 +162,9 @@ class _GrammarMask:
     """The mask of one request. Completions with the same tokens so far share a matcher, which is
     copied where they diverge."""
 
-    def __init__(self, new_matcher: Callable[[], Any], num_words: int, budget: MaskBudget) -> None:
+    def __init__(self, start: Matcher, budget: MaskBudget) -> None:
         self.budget = budget
-        self._new_matcher = new_matcher
-        self._num_words = num_words
+        self._start = start
         self._states: dict[tuple[int, ...], _State] = {}
 
     def __call__(self, token_ids: Sequence[int]) -> Tensor:
@@ -201,17 +191,15 @@ class _GrammarMask:
     def _read(self, tokens: tuple[int, ...], before: _State | None) -> _State:
         rest = tokens[-1:]
         if before is None:
-            matcher = self._new_matcher()
+            matcher = self._start.fork()
             rest = tokens
         elif before.num_completions:  # others still need the matcher as it is
             matcher = before.matcher.fork()
         else:
             matcher = before.matcher
         for token in rest:
-            matcher.accept_token(token)
-        bits = torch.full((self._num_words,), -1, dtype=torch.int32)
-        matcher.fill_next_token_bitmask(bits.numpy()[None])
-        return _State(matcher, bits)
+            matcher.accept(token)
+        return _State(matcher, matcher.allowed())
 
 
 def _tokens_of(model: Model) -> Tokens:
@@ -225,7 +213,7 @@ def _tokens_of(model: Model) -> Tokens:
 
 
 class ModelGrammars:
-    """Compiles `response_format`s for a model; XGrammar reads the vocabulary for the first one.
+    """Compiles `response_format`s for a model; llguidance reads the vocabulary for the first one.
 
     Args:
         model: from `weft.load`; the weights are not read.
@@ -262,7 +250,7 @@ class ModelGrammars:
         return self._grammars().compile(form, use)
 
     def _grammars(self) -> Grammars:
-        import xgrammar  # noqa: F401, whose absence is found here, not in its process
+        import llguidance  # noqa: F401, whose absence is found here, not in its process
 
         with self._lock:
             if self._compiled_grammars is None:
@@ -278,7 +266,7 @@ def grammar_compiler(model: Model, limits: GrammarLimits | None = None) -> Compi
 def mask_maker(model: Model) -> MakeMask:
     """Make the function that turns compiled grammars into masks, on one of the model's ranks."""
 
-    # Created by the first grammar: XGrammar reads the vocabulary, and need not be installed before.
+    # Created by the first grammar: llguidance reads the vocabulary, and need not be installed before.
     @functools.cache
     def masks() -> Masks:
         return Masks(_tokens_of(model), GrammarLimits().budget)

@@ -1,0 +1,121 @@
+"""`Matcher`: which tokens a grammar allows next, by llguidance
+(https://github.com/guidance-ai/llguidance)."""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import attrs
+import torch
+from torch import Tensor
+
+from weft.errors import RequestError
+from weft.ops.sampling.logits import pack_bits
+from weft.transforms.engine.detokenizing import special_ids
+from weft.transforms.server.vocabulary import Vocabulary
+
+# A state of the lexer takes 1 to 2 kB.
+_MOST_STATES = 50_000
+
+
+@attrs.frozen(eq=False)
+class Tokens:
+    """A model's tokens, with the attributes that `llguidance.TokenizerWrapper` reads.
+
+    Args:
+        tokens: the bytes of each token.
+        special_token_ids: the tokens that are no part of a text.
+        stop_token_ids: the tokens that end an answer.
+    """
+
+    tokens: Sequence[bytes]
+    special_token_ids: Sequence[int]
+    stop_token_ids: Sequence[int]
+    bos_token_id: None = None
+
+    @classmethod
+    def of(cls, vocabulary: Vocabulary, stop_token_ids: Sequence[int]) -> Self:
+        """The tokens of a vocabulary."""
+        tokens = [bytes(vocabulary.bytes_of(token)) for token in range(vocabulary.size)]
+        special = {*special_ids(vocabulary.tokenizer), *stop_token_ids}
+        return cls(tokens, sorted(special), [*stop_token_ids])
+
+    @property
+    def eos_token_id(self) -> int:
+        """The token that llguidance allows where an answer may end."""
+        return self.stop_token_ids[0]
+
+
+class Matchers:
+    """Makes the matchers of a model's tokens.
+
+    Args:
+        tokens: the model's tokens.
+    """
+
+    def __init__(self, tokens: Tokens) -> None:
+        import llguidance
+
+        self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(tokens))
+        self._limits = llguidance.LLParserLimits(
+            max_lexer_states=_MOST_STATES, verbose_errors=False
+        )
+        self._new: Any = llguidance.LLMatcher
+        self._size = len(tokens.tokens)
+        self._stops = pack_bits(tokens.stop_token_ids, self._size)
+
+    def matcher(self, grammar: str) -> "Matcher":
+        """A matcher at the start of a grammar in llguidance's dialect of Lark.
+
+        Raises:
+            RequestError: llguidance refuses the grammar.
+        """
+        matcher = self._new(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        return Matcher(matcher, self._stops)
+
+
+class Matcher:
+    """Follows a text through a grammar.
+
+    Args:
+        matcher: llguidance's matcher.
+        stops: the bits of the tokens that end an answer.
+    """
+
+    def __init__(self, matcher: Any, stops: Tensor) -> None:
+        self._matcher = matcher
+        self._stops = stops
+        self._check()
+
+    def fork(self) -> "Matcher":
+        """A matcher of the same text, which goes on by itself."""
+        return Matcher(self._matcher.deep_copy(), self._stops)
+
+    def accept(self, token: int) -> None:
+        """Append a token to the text.
+
+        Raises:
+            RequestError: the grammar does not allow it, or llguidance gives up.
+        """
+        self._matcher.consume_token(token)
+        self._check()
+
+    def allowed(self) -> Tensor:
+        """The tokens that may be next, one bit each: [ceil(vocab_size / 32)] int32.
+
+        Raises:
+            RequestError: none may, or llguidance gives up.
+        """
+        bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.int32)
+        self._check()
+        if (bits & self._stops).any():
+            return bits | self._stops
+        return bits
+
+    def _check(self) -> None:
+        # llguidance's matcher raises nothing: after an error, it allows the end of the text alone.
+        if self._matcher.is_error():
+            error, *_ = self._matcher.get_error().partition("<non-verbose/>")
+            if "NoExtension" in error:
+                error = "a grammar that no text fits"
+            problem = f"{' '.join(error.split()):.500}"
+            raise RequestError("response_format", problem, "a grammar that llguidance enforces")
