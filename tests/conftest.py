@@ -2,11 +2,12 @@
 short.
 
 `pytest` takes minutes: every law and every other drawn test on a few examples, every mutant on its
-stored case, one process test of each kind. `pytest --all` takes a quarter of an hour: more
-examples, a search for one mutant of each law, and the tests marked `slow`. `pytest --nightly` adds
-what is marked `nightly`: more examples still, a search for every mutant, the long proofs by z3, and
-cases over processes whose class another case in `--all` has; `.ci/nightly` runs it. `--rest` with
-either of them leaves out what a short run has in the same way: `.ci/run` makes that one first.
+stored case, one process test of each kind. `pytest --all` adds more examples of drawn tests, a
+search for one mutant of each law, and the tests marked `slow`. `pytest --nightly` adds what is
+marked `nightly`: all examples of drawn tests and many of laws, a search for every mutant, the long
+proofs by z3, and cases over processes whose class another case in `--all` has; `.ci/nightly` runs
+it. `--rest` with either of them leaves out what a short run has in the same way: `.ci/run` makes
+that one first.
 """
 
 import gc
@@ -28,15 +29,19 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "OMP_NUM_
 # The models are small, and the workers of pytest-xdist share the cores.
 torch.set_num_threads(1)
 
+# The most examples of a drawn test: in a short run, and with `--all`. With `--nightly` it has its own.
 FEW_EXAMPLES = 5
+SOME_EXAMPLES = 25
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--all`, `--nightly` and `--rest`."""
     parser.addoption(
-        "--all", action="store_true", help="also run slow tests, and all examples of drawn ones"
+        "--all", action="store_true", help="also run slow tests, and more examples of drawn ones"
     )
-    parser.addoption("--nightly", action="store_true", help="as --all, and the long proofs too")
+    parser.addoption(
+        "--nightly", action="store_true", help="as --all, with all examples and the long proofs"
+    )
     parser.addoption(
         "--rest", action="store_true", help="leave out what a run without --all has in the same way"
     )
@@ -73,7 +78,8 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without `--all`, leave out slow tests, and let Hypothesis draw few examples for the others."""
+    """Leave out what this run does not have, and let Hypothesis draw fewer examples than
+    `--nightly`."""
     nightly = config.getoption("nightly")
     everything = runs_everything(config)
     left_out = [
@@ -95,9 +101,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         gone = set(left_out)
         items[:] = [item for item in items if item not in gone]
-    if not everything:
+    if not nightly:
         for item in items:
-            _draw_few(item)
+            _draw_at_most(SOME_EXAMPLES if everything else FEW_EXAMPLES, item)
 
 
 def _beyond_every_nth(
@@ -121,9 +127,7 @@ def _takes_every(short: int, everything: int = 1) -> dict[str, int]:
 def _is_alike_in_a_short_run(item: pytest.Item) -> bool:
     """Whether a short run does the same in this test, for those of its parameters that it takes."""
     marked = any(item.get_closest_marker(name) for name in ("slow", "nightly"))
-    asks = {"runs_all", "runs_nightly", "pytestconfig", "request"}.intersection(
-        getattr(item, "fixturenames", ())
-    )
+    asks = "runs_all" in getattr(item, "fixturenames", ())
     return not (marked or asks or _is_drawn(item))
 
 
@@ -142,21 +146,21 @@ def _is_drawn(item: pytest.Item) -> bool:
     )
 
 
-def _draw_few(item: pytest.Item) -> None:
+def _draw_at_most(count: int, item: pytest.Item) -> None:
     """Lower a test's number of examples, whether its own settings or the profile say it."""
     from hypothesis import is_hypothesis_test, settings
 
     test = getattr(item, "obj", None)
     machine = getattr(item, "cls", None)
     if isinstance(parent := getattr(machine, "settings", None), settings):  # of a state machine
-        machine.settings = settings(parent, max_examples=min(parent.max_examples, FEW_EXAMPLES))
+        machine.settings = settings(parent, max_examples=min(parent.max_examples, count))
     if not is_hypothesis_test(test):
         return
     function = getattr(test, "__func__", test)
     current = getattr(function, "_hypothesis_internal_use_settings", None) or settings()
-    few = min(current.max_examples, FEW_EXAMPLES)
+    most = min(current.max_examples, count)
     # Hypothesis has no public way to change the settings of a test that has some.
-    function._hypothesis_internal_use_settings = settings(current, max_examples=few)
+    function._hypothesis_internal_use_settings = settings(current, max_examples=most)
 
 
 @pytest.fixture(scope="session")

@@ -30,9 +30,9 @@ for request in map(json.loads, sys.stdin):
 """
 
 
-def drawn(count: int, every: int, runs_all: bool) -> range:
-    """The indices that this run has of `count` parameters marked `one_of(every)`."""
-    return range(0, count, 1 if runs_all else every)
+def drawn(count: int, every: int, runs_nightly: bool) -> range:
+    """The indices that this run has of `count` parameters marked `one_of(every, every)`."""
+    return range(0, count, 1 if runs_nightly else every)
 
 
 @functools.cache

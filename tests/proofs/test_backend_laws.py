@@ -141,8 +141,8 @@ def check_padding(scenario: OfBackend, device: str) -> None:
 
 @pytest.mark.parametrize(("name", "device"), CASES)
 @pytest.mark.parametrize("law", [check_modes, check_padding], ids=["L1-L5-L7", "L2"])
-def test_laws_of_a_back_end(law: Any, name: str, device: str) -> None:
-    @settings(max_examples=20 if device == "cuda" else 10)
+def test_laws_of_a_back_end(law: Any, name: str, device: str, runs_nightly: bool) -> None:
+    @settings(max_examples=20 if device == "cuda" or runs_nightly else 4)
     @given(of_backend(name))
     def check(scenario: OfBackend) -> None:
         law(scenario, device)

@@ -37,16 +37,16 @@ torch.save(done, sys.argv[2])
 """
 
 
-# A short run interprets one case of so many.
+# Without `--nightly`, one case of so many is interpreted.
 EVERY = 7
 
 
 @pytest.fixture(scope="module")
 def interpreted(
-    tmp_path_factory: pytest.TempPathFactory, runs_all: bool
+    tmp_path_factory: pytest.TempPathFactory, runs_nightly: bool
 ) -> dict[int, tuple[Any, tuple[Any, ...]]]:
     """The cases of this run, by index, in one process: triton takes seconds to import."""
-    indices = drawn(len(CASES), EVERY, runs_all)
+    indices = drawn(len(CASES), EVERY, runs_nightly)
     cases = [CASES[index] for index in indices]
     calls = [
         (case.kernel, (*(case.args if case.kernel_args is None else case.kernel_args), *case.more))
@@ -92,7 +92,7 @@ def beside_the_reference(
     ]
 
 
-@pytest.mark.one_of(EVERY)
+@pytest.mark.one_of(EVERY, EVERY)
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[case.name for case in CASES])
 def test_kernels_interpreted_equal_the_reference(
     index: int, interpreted: dict[int, tuple[Any, tuple[Any, ...]]]

@@ -43,17 +43,17 @@ torch.save(done, sys.argv[2])
 """
 
 
-# A short run interprets one shape of so many.
+# Without `--nightly`, one shape of so many is interpreted.
 EVERY = 4
 
 
 @pytest.fixture(scope="module")
 def interpreted(
-    tmp_path_factory: pytest.TempPathFactory, runs_all: bool
+    tmp_path_factory: pytest.TempPathFactory, runs_nightly: bool
 ) -> dict[int, tuple[Case, list[Tensor]]]:
     """The shapes of FIXED that this run has, by index, run by the kernels: the pages, and the
     result of both modes."""
-    indices = drawn(len(FIXED), EVERY, runs_all)
+    indices = drawn(len(FIXED), EVERY, runs_nightly)
     cases = [draw_case(FIXED[index]) for index in indices]
     results = interpret(
         _INTERPRETED, [case.args for case in cases], tmp_path_factory.mktemp("interpreted")
@@ -64,7 +64,7 @@ def interpreted(
     }
 
 
-@pytest.mark.one_of(EVERY)
+@pytest.mark.one_of(EVERY, EVERY)
 @pytest.mark.parametrize("index", range(len(FIXED)), ids=map(str, FIXED))
 def test_kernels_interpreted_equal_dense_attention(
     index: int, interpreted: dict[int, tuple[Case, list[Tensor]]]

@@ -138,14 +138,14 @@ def test_malformed_input_is_an_error(
     tmp_path: Path,
     run: Weft,
     monkeypatch: pytest.MonkeyPatch,
-    runs_all: bool,
+    runs_nightly: bool,
 ) -> None:
     shutil.copytree(sound, tmp_path / "outside")  # which can be read
     shutil.move(
         tmp_path / "outside" / malformed.SHARDS[0], tmp_path / "outside" / "model.safetensors"
     )
     wrong = {}
-    for index, case in enumerate(CASES[damaged][:: 1 if runs_all else 7]):
+    for index, case in enumerate(CASES[damaged][:: 1 if runs_nightly else 7]):
         folder = Path(shutil.copytree(sound, tmp_path / "case"))
         if failure := outcome(case, folder, run, monkeypatch):
             wrong[f"{index} {case.name}"] = failure

@@ -174,12 +174,8 @@ def counting_machine(graph: str, stages: int) -> tuple[type[EngineMachine], Coun
 
 
 @pytest.mark.parametrize(("graph", "stages"), WAYS)
-def test_each_completion_is_what_it_is_alone(
-    graph: str, stages: int, runs_all: bool, runs_nightly: bool
-) -> None:
+def test_each_completion_is_what_it_is_alone(graph: str, stages: int, runs_nightly: bool) -> None:
     examples = 2
-    if runs_all:
-        examples = 6 if graph == "none" else 2
     if runs_nightly:
         examples = 20 if graph == "none" else 5
     machine, reached = counting_machine(graph, stages)

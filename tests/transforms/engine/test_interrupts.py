@@ -200,8 +200,8 @@ def check_interrupts(count: int) -> dict[str, list[str]]:
     return places_by_call
 
 
-def test_ctrl_c_at_any_line_loses_nothing(runs_all: bool) -> None:
-    places_by_call = check_interrupts(200 if runs_all else 8)
+def test_ctrl_c_at_any_line_loses_nothing(runs_nightly: bool) -> None:
+    places_by_call = check_interrupts(200 if runs_nightly else 8)
     for name, places in places_by_call.items():
         print(
             f"Ctrl-C in {name}: {len(places)} times at {len({*places})} places, 0 engines lost, 0"
@@ -210,9 +210,9 @@ def test_ctrl_c_at_any_line_loses_nothing(runs_all: bool) -> None:
     assert all(len({*places}) > 5 for places in places_by_call.values())
 
 
-def test_an_exception_from_outside_at_any_line_of_add_loses_nothing(runs_all: bool) -> None:
+def test_an_exception_from_outside_at_any_line_of_add_loses_nothing(runs_nightly: bool) -> None:
     """All of the request is in the engine, or nothing."""
-    most = 200 if runs_all else 20
+    most = 200 if runs_nightly else 20
     seed = count = 0
     while count < most:
         session = run_session(seed, raise_outside, Outside, ["add"])
@@ -224,9 +224,9 @@ def test_an_exception_from_outside_at_any_line_of_add_loses_nothing(runs_all: bo
 
 @pytest.mark.parametrize("call", ["step", "abort"])
 def test_an_exception_from_outside_in_a_step_or_an_abort_loses_an_engine_by_name_or_nothing(
-    call: str, runs_all: bool
+    call: str, runs_nightly: bool
 ) -> None:
-    most = 200 if runs_all else 8
+    most = 200 if runs_nightly else 8
     seed = count = lost = 0
     while count < most:
         session = run_session(seed, raise_outside, Outside, [call])
@@ -417,13 +417,13 @@ class Presser:
         signal.signal(signal.SIGINT, self._before)
 
 
-def test_signals_of_the_system(runs_all: bool) -> None:
+def test_signals_of_the_system(runs_nightly: bool) -> None:
     engine = Engine(small_model(), SMALL, graph="none")
     presser = Presser()
-    deadline = time.monotonic() + (300 if runs_all else 20)
+    deadline = time.monotonic() + (300 if runs_nightly else 20)
     number = 0
     try:
-        while presser.count < (200 if runs_all else 10) and time.monotonic() < deadline:
+        while presser.count < (200 if runs_nightly else 10) and time.monotonic() < deadline:
             said: dict[str, list[int]] = {}
             names = {f"{number} {first}": (first, 2) for first in (1, 3, 5)}
             number += 1
@@ -490,7 +490,7 @@ def test_a_call_that_finds_another_thread_inside_is_refused_by_both_names(call: 
     assert [token for output in engine for token in output.token_ids] == alone((3, 4), GREEDY, 2)[0]
 
 
-def test_threads_that_call_as_they_like_are_served_or_refused(runs_all: bool) -> None:
+def test_threads_that_call_as_they_like_are_served_or_refused(runs_nightly: bool) -> None:
     engine = Engine(small_model(), SMALL, graph="none")
     said: dict[str, list[int]] = {}
     refused: list[EngineError] = []
@@ -498,7 +498,7 @@ def test_threads_that_call_as_they_like_are_served_or_refused(runs_all: bool) ->
 
     def work(number: int) -> None:
         try:
-            for turn in range(10 if runs_all else 3):
+            for turn in range(10 if runs_nightly else 3):
                 name = f"{number} {turn}"
                 while True:
                     try:
@@ -525,7 +525,7 @@ def test_threads_that_call_as_they_like_are_served_or_refused(runs_all: bool) ->
     assert not faults
     assert all("is inside engine." in error.problem for error in refused)
     assert said == {name: alone((int(name.split()[0]), 2), GREEDY, 4)[0] for name in said}
-    assert len(said) == 3 * (10 if runs_all else 3)
+    assert len(said) == 3 * (10 if runs_nightly else 3)
     assert engine.stats().pages_held == 0
 
 
