@@ -23,6 +23,7 @@ from weft.proofs.evidence.http.client import Answer, _Client
 from weft.stages.random_weights import PRESETS
 
 
+@pytest.mark.slow
 def test_graphify_overhead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -45,6 +46,7 @@ def test_graphify_overhead(
     assert len(table) == 1 + len(report["rows"])
 
 
+@pytest.mark.slow
 def test_tiles_of_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["attention", "--out", str(tmp_path), "--quick", "--tiles"])
     before = plan_launch(600, 2, 4, 8, 128, 1024, 600, 2, 2, 132)
@@ -62,7 +64,7 @@ def test_tiles_of_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert plan_launch(600, 2, 4, 8, 128, 1024, 600, 2, 2, 132) == before
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_decode_modes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,6 +85,7 @@ def test_decode_modes(
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(report["rows"])
 
 
+@pytest.mark.slow
 def test_ladder_capture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,6 +99,7 @@ def test_ladder_capture(
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
+@pytest.mark.nightly
 def test_changed_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = ("--preset", "tiny", "--requests", "2", "--lengths", "3", "4", "--turns", "2")
     changed_models.main([*few, "--out", str(tmp_path)])
@@ -105,6 +109,7 @@ def test_changed_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "fp8 cache" in capsys.readouterr().out.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_attention(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,7 +126,7 @@ def test_attention(
     assert len(capsys.readouterr().out.splitlines()) == len(rows)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sampling(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,6 +138,7 @@ def test_sampling(
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
 
 
+@pytest.mark.slow
 def test_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,7 +160,7 @@ def test_kernels(
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows) + 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_http(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("uvicorn")
     few = (
@@ -215,7 +221,7 @@ with open(f"{given.result_dir}/{given.result_filename}", "w") as file:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_preset_has_a_tokenizer_and_vllms_client_asks_it_too(tmp_path: Path) -> None:
     http.write_preset(tmp_path, "tiny")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)

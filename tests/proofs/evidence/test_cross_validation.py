@@ -13,6 +13,7 @@ from weft.proofs.evidence.bench.tiles import cross_validation
 from weft.proofs.evidence.bench.tiles.fit import Case, merged
 from weft.proofs.evidence.pages.records import RESULTS, read
 
+pytestmark = pytest.mark.slow
 KINDS = pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 
 
