@@ -84,7 +84,7 @@ def check_on_ranks(cases: list[InvariantLoad]) -> int:
     return len(cases)
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_bits_over_processes_are_of_the_request(num_ranks: int, runs_nightly: bool) -> None:
     """One case of each kind of model; with `--nightly` three."""
     cases = draw_cases(600, stages=(num_ranks, num_ranks))

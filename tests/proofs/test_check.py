@@ -35,7 +35,7 @@ from weft.trees import axes, descriptor_field, pytree
 ROWS = tensors(st.integers(1, 3), 2)
 BATCHES = ROWS.map(lambda x: Rows(BatchDescriptor(len(x), len(x)), x))
 LADDER = [BatchDescriptor(8, 8), BatchDescriptor(4, 4)]
-EXAMPLES = 8
+EXAMPLES = 4
 
 
 @pytree
@@ -149,7 +149,8 @@ def test_a_count_of_calls() -> None:
 SOME = tensors(st.integers(1, 2))
 
 
-@settings(max_examples=20, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=5, deadline=None)
 @given(cachings())
 def test_a_value_that_the_first_call_keeps(caching: Caching) -> None:
     name, error = broken(caching.fn, [(torch.tensor([1.0, 2.0]),), (torch.tensor([-3.0, 1.0]),)])
@@ -158,6 +159,7 @@ def test_a_value_that_the_first_call_keeps(caching: Caching) -> None:
     assert "  as the first call: " in error.text
 
 
+@pytest.mark.slow
 def test_the_smallest_calls_that_show_a_kept_value() -> None:
     name, error = broken(caching("the shape", "a tensor", "a closure").fn, (SOME,))
     assert name == "pure"

@@ -111,6 +111,7 @@ def _no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CI", raising=False)  # Hypothesis has its own profile there
 
 
+@pytest.mark.slow
 def test_the_code_of_a_counterexample_stands_apart(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(FAILS)
     done = run(pytester)
@@ -198,6 +199,7 @@ def test_what_needs_a_gpu(pytester: pytest.Pytester) -> None:
     run_here(pytester, "-m", "not gpu").assert_outcomes(passed=1, deselected=2)
 
 
+@pytest.mark.slow
 def test_pytest_does_not_have_torch_make_traces(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,7 +72,8 @@ print(json.dumps([sorted(map(str, own)) for own in asked]))
 """
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.slow
+@pytest.mark.one_of(1, 4)
 @pytest.mark.parametrize(
     "preset", ["qwen3-0.6b", "llama-3.1-8b", "qwen3-30b-a3b-fp8", "qwen3-32b-fp8"]
 )

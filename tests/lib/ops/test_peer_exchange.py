@@ -80,7 +80,8 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux"
 
 
 @linux
-@pytest.mark.one_of(3)
+@pytest.mark.slow
+@pytest.mark.one_of(1, 3)
 @pytest.mark.parametrize("ranks", [2, 3, 1])
 def test_a_collective_is_what_combine_defines(ranks: int, tmp_path: Path) -> None:
     seed = random.Random(ranks).randrange(99)
@@ -88,7 +89,8 @@ def test_a_collective_is_what_combine_defines(ranks: int, tmp_path: Path) -> Non
 
 
 @linux
-@pytest.mark.one_of(2)
+@pytest.mark.slow
+@pytest.mark.one_of(1, 2)
 @pytest.mark.parametrize("count", [500, 10], ids=["large", "small"])
 def test_an_abort_ends_the_wait_for_a_rank_that_takes_no_part(count: int, tmp_path: Path) -> None:
     assert run_interpreted(_ABORTED, tmp_path, count, seconds=60).strip() == "right"

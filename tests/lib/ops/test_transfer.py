@@ -134,7 +134,7 @@ print("right")
 """
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
 @pytest.mark.parametrize("script", [_INTERPRETED, _PACKED], ids=["bulk", "packed"])
 def test_the_kernels_of_symmetric_memory_interpreted(script: str, tmp_path: Path) -> None:

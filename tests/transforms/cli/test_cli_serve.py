@@ -31,6 +31,7 @@ from weft.transforms.engine.generate import generate
 from weft.transforms.server import listening
 
 pytest.importorskip("uvicorn")
+NIGHTLY = pytest.mark.nightly
 BODY = {"prompt": "The function returns", "temperature": 0, "max_tokens": 24}
 
 
@@ -274,9 +275,9 @@ def test_random_weights_of_a_folder_have_its_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--graph", "full_and_piecewise"),
+        pytest.param(("--graph", "full_and_piecewise"), marks=NIGHTLY),
         ("--pp", "2", "--transport", "local", "--graph", "full"),
-        ("--speculate", "2"),
+        pytest.param(("--speculate", "2"), marks=NIGHTLY),
     ],
 )
 def test_it_answers_and_lets_requests_end(flags: tuple[str, ...]) -> None:
@@ -296,9 +297,6 @@ def test_it_answers_and_lets_requests_end(flags: tuple[str, ...]) -> None:
 def stream(url: str, **body: Any) -> Any:
     raw = json.dumps({**BODY, "ignore_eos": True, "stream": True, **body}).encode()
     return urllib.request.urlopen(urllib.request.Request(f"{url}/completions", raw), timeout=60)
-
-
-NIGHTLY = pytest.mark.nightly
 
 
 @pytest.mark.slow

@@ -63,7 +63,13 @@ def test_two_ranks_say_what_one_process_says(run: Weft) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "flags", ["--tp 2", "--tp 2 --graph none", "--tp 2 --pp 2", "--tp 2 --kv-dtype float8_e4m3fn"]
+    "flags",
+    [
+        "--tp 2",
+        pytest.param("--tp 2 --graph none", marks=pytest.mark.nightly),
+        pytest.param("--tp 2 --pp 2", marks=pytest.mark.nightly),
+        "--tp 2 --kv-dtype float8_e4m3fn",
+    ],
 )
 def test_ranks_that_share_layers_say_what_one_process_says(
     flags: str, alone: list[tuple[str, list[int]]]
@@ -77,13 +83,13 @@ def test_ranks_that_share_layers_say_what_one_process_says(
 @pytest.mark.slow
 def test_a_certificate_names_the_weights_of_the_whole_model(tmp_path: Path) -> None:
     digests = []
-    for flags in ("--tp 1", "--tp 2", "--tp 2 --pp 2"):
+    for flags in ("--tp 1", "--tp 2 --pp 2"):
         file = tmp_path / f"{flags}.json"
         result(weft(*flags.split(), "--batch-invariant", "--certificates", str(file)))
         digests.append(
             [(one.weights, one.program) for one in weft_package.Certificate.load_all(file)]
         )
-    assert digests[0] == digests[1] == digests[2]
+    assert digests[0] == digests[1]
 
 
 def free_port() -> int:

@@ -55,7 +55,7 @@ ON_STAGES = "graphs", "prompt logprobs", "adapters", "bfloat16, batched otherwis
 # all.
 SPLITS = {
     "tp 2": (2, 2, tuple(EVERY)),
-    "tp 4": (4, 4, tuple(EVERY)),
+    "tp 4": (4, 4, ON_STAGES),
     "tp 2 x pp 2": (2, 4, ON_STAGES),
 }
 CASES = [

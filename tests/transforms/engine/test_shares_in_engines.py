@@ -76,36 +76,16 @@ EVERY: dict[str, Asked] = {
 # What stages change: embeddings at both ends, pages and adapters per stage, and what travels beside
 # activations.
 ON_STAGES = (
-    "graphs",
     "tied",
-    "whole experts in FP8",
-    "prompt logprobs",
     "preemption",
     "adapters",
-    "images",
     "update of tied",
-    "update of adapters",
-    "lookup",
     "draft model",
     "beside",
     "changed prompts",
-    "run ahead",
 )
 # What more ranks than key-value heads, and fewer columns or experts on each, change.
-ON_FOUR = (
-    "graphs",
-    "one kv head",
-    "biases",
-    "experts",
-    "whole experts",
-    "fp8 cache",
-    "adapters of one kv head",
-    "windows",
-    "update of biases",
-    "update of whole experts in FP8",
-    "draft model",
-    "many requests",
-)
+ON_FOUR = "one kv head", "biases", "whole experts"
 # The ranks that share layers, all ranks, and the engines that `--all` has on them; `--nightly` has
 # all.
 SPLITS = {"tp 2": (2, 2, tuple(EVERY)), "tp 2 x pp 2": (2, 4, ON_STAGES), "tp 4": (4, 4, ON_FOUR)}

@@ -40,7 +40,7 @@ FIRST_IS_QUICK = [
 ]
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", FIRST_IS_QUICK)
 def test_it_gives_what_local_gives(name: str, num_ranks: int) -> None:
     for rank, result in enumerate(launch(run_scenario, num_ranks, name, num_ranks)):
@@ -55,6 +55,7 @@ def test_transports_run_many_pipelines() -> None:
         assert_equal(LAW, again, second)
 
 
+@pytest.mark.nightly
 def test_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -78,6 +78,7 @@ SLOW = [attrs.evolve(case, timeout=3.0) for case in ALL if case.way in ("stall",
 ANY_TIME = [attrs.evolve(case, timeout=20.0) for case in itertools.islice(cases_at_any_time(), 10)]
 
 
+@pytest.mark.one_of(1, 2)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=pytest.mark.slow if i else ()) for i, case in enumerate(QUICK[::17])],
@@ -97,12 +98,14 @@ def test_a_rank_that_stalls_is_named_by_all_in_time(case: Case) -> None:
     assert outcome.raised < case.timeout + 0.9
 
 
+@pytest.mark.one_of(1, 2)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ANY_TIME, ids=str)
 def test_a_rank_killed_at_any_time_is_named_by_all(case: Case) -> None:
     assert run_case(case).wrong is None
 
 
+@pytest.mark.one_of(1, 2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [case for case in IN_MESHES if case.way in ("raise", "exit", "kill")][:12], ids=str
@@ -118,6 +121,7 @@ STALLED = [
 ]
 
 
+@pytest.mark.one_of(1, 2)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", STALLED[:8], ids=str)
 def test_a_rank_of_a_mesh_that_stalls_at_a_collective_is_named_by_all(case: Case) -> None:

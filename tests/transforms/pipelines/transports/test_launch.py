@@ -70,6 +70,7 @@ def fail(how: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.one_of(3, 2)
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_what_a_rank_raised_is_raised_with_its_traceback(rank: int) -> None:
     with pytest.raises(KeyError, match="mine") as error:
@@ -86,6 +87,7 @@ def test_an_error_that_cannot_travel_is_told() -> None:
         launch(step, 2, "odd", 1)
 
 
+@pytest.mark.one_of(1, 2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "cause"),
