@@ -62,6 +62,7 @@ EXPERTS = {
 }
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("architecture", "graph"),
     [("LlamaForCausalLM", "none"), ("Qwen2ForCausalLM", "full"), ("Qwen3MoeForCausalLM", "none")],

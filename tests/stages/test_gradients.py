@@ -108,13 +108,15 @@ def cases(draw: st.DrawFn, architecture: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_gradients_of_any_configuration_are_those_of_transformers(architecture: str) -> None:
+def test_gradients_of_any_configuration_are_those_of_transformers(
+    architecture: str, runs_nightly: bool
+) -> None:
     """Gradients of all parameters by torch.func, for whole prompts, or for chunks with gradients
     through the pages."""
     errors = []
 
     @given(cases(architecture), st.sampled_from([(64,), CHUNKS]))
-    @settings(max_examples=10, deadline=None)
+    @settings(max_examples=10 if runs_nightly else 3, deadline=None)
     def check(fields: dict[str, Any], sizes: tuple[int, ...]) -> None:
         theirs = build(architecture, fields)
         with TemporaryDirectory() as folder:
@@ -134,6 +136,7 @@ def test_gradients_of_any_configuration_are_those_of_transformers(architecture: 
     )
 
 
+@pytest.mark.one_of(7, 3)
 @pytest.mark.parametrize("sizes", [(64,), CHUNKS], ids=["whole", "chunks"])
 @pytest.mark.parametrize("num_stages", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
@@ -151,6 +154,7 @@ def test_backward_through_a_step_and_a_pipeline(
         assert worst(joined(stages, model.config.tie_word_embeddings), expected)[0] < TOLERANCE
 
 
+@pytest.mark.one_of(4, 2)
 @pytest.mark.parametrize("name", MODELS)
 def test_other_derivatives_agree(models: dict[str, tuple[Model, Any]], name: str) -> None:
     """`jvp` with `grad`; `vmap` of the loss and of its gradient with a loop; a Hessian is
@@ -181,6 +185,7 @@ def test_other_derivatives_agree(models: dict[str, tuple[Model, Any]], name: str
     torch.testing.assert_close(hessian, hessian.T, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_training_step_is_captured_and_replays(

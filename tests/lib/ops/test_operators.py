@@ -43,6 +43,7 @@ def test_every_operator_has_a_case() -> None:
     assert names - {"send", "recv", "collective"} == set(CALLS)
 
 
+@pytest.mark.one_of(5)
 @pytest.mark.parametrize(("name", "index"), EACH, ids=ids_of(EACH))
 def test_torch_s_check_of_operators_passes(name: str, index: int) -> None:
     op = overload_of(f"weft::{name}")
@@ -92,10 +93,13 @@ def test_the_functional_form_is_the_operator(name: str, index: int) -> None:
     assert all(torch.equal(a, b) for i in in_place for a, b in [(args[i], kept[i])])
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(("name", "index"), SMOOTH, ids=ids_of(SMOOTH))
-def test_derivatives_are_those_of_small_differences(name: str, index: int, runs_all: bool) -> None:
+def test_derivatives_are_those_of_small_differences(
+    name: str, index: int, runs_nightly: bool
+) -> None:
     """In float64, backward and forward, of a batch of vectors too, and the second backward. A short
-    run compares products of the Jacobian with random vectors, and `--all` compares each entry."""
+    run compares products of the Jacobian with random vectors, and `--nightly` compares each entry."""
     args = WIDE[name][index]
     places = [place for place in tensors_in(args) if args[place].dtype == torch.float64]
 
@@ -109,7 +113,7 @@ def test_derivatives_are_those_of_small_differences(name: str, index: int, runs_
     tensors = [args[place].clone().requires_grad_() for place in places]
     if not places or not any(x.requires_grad for x in function(*tensors)):
         return
-    fast = not runs_all
+    fast = not runs_nightly
     assert torch.autograd.gradcheck(
         function, tensors, check_forward_ad=True, check_batched_grad=True, fast_mode=fast
     )
@@ -224,6 +228,7 @@ def test_what_rounds_to_fp8_has_no_derivative_and_says_so(name: str) -> None:
     )
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(("name", "index"), SMOOTH, ids=ids_of(SMOOTH))
 def test_a_graph_of_the_derivative_reads_nothing_on_the_host(name: str, index: int) -> None:
     """Captured once, replayed on other values."""

@@ -68,6 +68,7 @@ def assert_like(model: weft.Model, theirs: Any) -> None:
         assert completion.token_ids == said
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_architecture_is_read_as_transformers_wrote_it(name: str, tmp_path: Path) -> None:
     theirs = scrambled(name)
@@ -90,6 +91,7 @@ def test_every_architecture_is_read_as_transformers_wrote_it(name: str, tmp_path
 ITS_DEFAULTS = {"qwen3": {"head_dim": 128}, "qwen3-moe": {"moe_intermediate_size": 768}}
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3-moe"])
 def test_transformers_reads_the_same_from_the_file(name: str, tmp_path: Path) -> None:
     theirs = scrambled(name, **ITS_DEFAULTS.get(name, {}))
@@ -106,6 +108,7 @@ def test_transformers_reads_the_same_from_the_file(name: str, tmp_path: Path) ->
     assert_like(loaded(tmp_path), read)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("kind", [*PACKED, *DRAWN])
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
 def test_every_type_is_unpacked_as_the_package_unpacks_it(
@@ -130,6 +133,7 @@ def test_every_type_is_unpacked_as_the_package_unpacks_it(
     assert weft.load(tmp_path / "plain.gguf", "cpu").dtype == torch.float32
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("kind", ["Q4_1", "Q4_K", "Q6_K"])
 def test_a_quantized_model_computes_what_transformers_does(kind: str, tmp_path: Path) -> None:
     pack = random_blocks(Q[kind]) if kind in DRAWN else quantized(Q[kind])

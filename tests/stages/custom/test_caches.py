@@ -104,6 +104,7 @@ def test_any_decoder_with_a_cache_is_itself_or_refused(kind: str, more: dict[str
         assume(outcome(kind, **more) != "none")
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("kind", "more"),
     [

@@ -151,6 +151,7 @@ SPLIT: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.one_of(7, 5)
 @pytest.mark.parametrize("transport", [Local, Threads])
 @pytest.mark.parametrize("graph", ["none", "full"])
 @pytest.mark.parametrize("stages", [1, 2, 3])

@@ -124,6 +124,7 @@ def check_equal_to_itself(
     assert (graph.cache_info().captures, graph.cache_info().eager) == (1, 0)
 
 
+@pytest.mark.one_of(5)
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_of_transformers(name: str, training: bool) -> None:

@@ -106,6 +106,7 @@ def options(graph: str, pp: int) -> Bench:
     )
 
 
+@pytest.mark.one_of(4, 2)
 @pytest.mark.parametrize("graph", [mode for mode in MODES if mode != "none"])
 @pytest.mark.parametrize("pp", [1, 2])
 def test_the_shares_are_what_the_graphs_counted(graph: str, pp: int) -> None:

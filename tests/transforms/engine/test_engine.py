@@ -238,6 +238,7 @@ def test_after_warm_up_nothing_is_captured_and_nothing_was_left_in_the_state(
     assert warm.stats().steps == cold.stats().steps
 
 
+@pytest.mark.one_of(5, 2)
 @pytest.mark.parametrize("pipeline", [1, 2])
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_an_engine_warms_up_while_requests_are_under_way(pipeline: int, steps: int) -> None:
@@ -330,6 +331,7 @@ def test_each_class_of_steps_without_a_graph_is_logged_once(
     assert engine.stats().eager == 4
 
 
+@pytest.mark.one_of(4, 2)
 @pytest.mark.parametrize("mode", MODES)
 def test_threads_say_what_one_thread_says(mode: str) -> None:
     said = []

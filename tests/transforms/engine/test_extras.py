@@ -89,6 +89,7 @@ def extras_of(vectors: list[Tensor | None]) -> list[Mapping[str, Tensor] | None]
     return [None if x is None else {"vector": x} for x in vectors]
 
 
+@pytest.mark.one_of(4, 2)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_each_request_has_its_own_vector(
     steered: Model, vectors: list[Tensor | None], alone: list[list[int]], way: dict[str, Any]

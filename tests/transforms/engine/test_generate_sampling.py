@@ -88,6 +88,7 @@ def mixed_alone(demo: Model) -> list[weft.Completion]:
     ]
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -203,6 +204,7 @@ def several_alone(demo: Model) -> list[weft.Completion]:
     return [completion for [completion] in completions]
 
 
+@pytest.mark.one_of(3, 2)
 @pytest.mark.parametrize(
     "options", [{}, {"pipeline": 3}, {"graph": "full_and_piecewise", "pipeline": 2}], ids=str
 )

@@ -34,6 +34,7 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> weft.Model:
     return weft.load(folder, "cpu")
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("pipeline", "mode", "lengths", "expected"),
     [

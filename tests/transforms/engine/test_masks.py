@@ -90,6 +90,7 @@ def ended(engine: Engine) -> dict[tuple[str, int], RequestOutput]:
     }
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("pipeline", "graph", "run_ahead", "speculation"),
     [

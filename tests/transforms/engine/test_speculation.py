@@ -63,7 +63,7 @@ def plain() -> dict[tuple[str, int], CompletionState]:
     return served(None, graph="none")[0]
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4, 2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("pipeline", "graph", "run_ahead"), [(1, "none", 0), (1, "full", 2), (3, "piecewise", 1)]
@@ -93,6 +93,7 @@ def with_nan(model: Model, name: str, token: int | slice) -> Model:
     return attrs.evolve(model, params=attrs.evolve(model.params, **{name: weights}))
 
 
+@pytest.mark.one_of(5, 2)
 @pytest.mark.parametrize("graph", ["none", "full"])
 @pytest.mark.parametrize(
     ("name", "token"), [("lm_head", 11), ("embed_tokens", slice(None)), ("embed_tokens", 5)]
@@ -132,6 +133,7 @@ def test_what_is_not_drafted_is_a_token_that_was_read_before() -> None:
     assert {output.finish_reason for output in engine} == {None, "length"}
 
 
+@pytest.mark.one_of(5, 2)
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("graph", ["none", "full", "full_and_piecewise"])
 def test_a_model_that_drafts_for_itself_is_always_right(mixed: bool, graph: str) -> None:
@@ -166,7 +168,7 @@ def test_drafts_save_steps() -> None:
     assert steps == [20, 4]
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(9)
 @pytest.mark.parametrize("graph", MODES)
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_after_warm_up_nothing_is_captured(graph: str, pipeline: int) -> None:

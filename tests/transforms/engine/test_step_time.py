@@ -290,6 +290,7 @@ def test_no_measured_prompt_is_found_in_the_prefix_cache() -> None:
 _SLEEP = 0.01
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("options", "cohorts"),
     [
@@ -329,6 +330,7 @@ def test_the_time_of_a_step_is_that_of_all_cohorts(options: dict[str, Any], coho
     assert min(seconds for _, seconds in time.measured) >= 0.9 * _SLEEP * cohorts
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     "sizes",
     [(2, 1, 9), (3, 1, 3), (10, 16, None), (17, 16, 2), (64, 16, 4)],

@@ -134,6 +134,7 @@ def test_adapters(device: str, dtype: torch.dtype) -> None:
         check_shares(run, len(x), columns)
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("sizes", [(32, 256, 512, 4), (6, 128, 512, 2)], ids=str)
