@@ -446,6 +446,7 @@ weft.proofs.engine_machine
 """
 
 
+@pytest.mark.slow
 def test_calls_that_are_given_are_checked_without_hypothesis() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _WITHOUT_HYPOTHESIS], capture_output=True, text=True, check=True

@@ -191,6 +191,7 @@ def test_the_reference_looks_at_the_lengths_too() -> None:
 # Without triton, and the table
 
 
+@pytest.mark.slow
 def test_without_triton_the_cpu_works_and_cuda_says_what_to_install() -> None:
     code = """
 import sys

@@ -388,6 +388,7 @@ def test_cuda_where_there_is_none(
     )
 
 
+@pytest.mark.slow
 def test_a_torch_for_cuda_without_a_driver() -> None:
     commands = (
         ("doctor",),
@@ -437,6 +438,7 @@ def test_as_a_module_in_a_process_of_its_own() -> None:
     assert [list(json.loads(line)) for line in done.stdout.splitlines()] == [FIELDS] * 2
 
 
+@pytest.mark.slow
 def test_a_terminal_without_the_letters_is_no_failure() -> None:
     look = (
         "import weft.transforms.cli.main as m; m.run_command = lambda _: print('\\xe9') or 0;"
@@ -449,6 +451,7 @@ def test_a_terminal_without_the_letters_is_no_failure() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "\\xe9\n", "")
 
 
+@pytest.mark.slow
 def test_nobody_reads() -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -106,7 +106,7 @@ def of_dtensor(path: str, count: int) -> dict[str, Tensor]:
     return outputs
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_blocks_are_those_of_dtensor(count: int, tmp_path: Path) -> None:
     full_tensors = tensors()
     theirs = launch(of_dtensor, count, str(tmp_path / "store"), count)
