@@ -329,6 +329,7 @@ def attacked(attack: Callable[[], Any], count: int) -> Iterator[list[Any]]:
         assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_a_chat_template_that_loops_ends_one_request(model: Model) -> None:
     """Each of them is refused; and others have their chats, their streams and their end meanwhile."""
     looping = attrs.evolve(model, chat_template=LOOPS)

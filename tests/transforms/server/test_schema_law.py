@@ -338,6 +338,7 @@ def go_on(pid: int) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_grammar_has_its_time_though_others_have_the_processor(
     bounded: Bounded, monkeypatch: pytest.MonkeyPatch
@@ -361,6 +362,7 @@ def test_a_grammar_has_its_time_though_others_have_the_processor(
         bounded.mask(new_form())
 
 
+@pytest.mark.slow
 def test_a_planted_clock_on_the_wall_is_found(
     bounded: Bounded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
