@@ -129,7 +129,7 @@ def serving_table() -> list[tuple[str, ...]]:
     for (model, gpu), ways in sorted(
         rows.items(), key=lambda row: (order.index(row[0][0]), row[0])
     ):
-        peer, machine = max(ways, key=lambda way: _preference(*way, ways[way]))
+        peer, machine = max(ways, key=lambda way: _preference(way[0], way[1], ways[way]))
         cells = {one.row["workload"]: _cell(one) for one in ways[peer, machine]}
         marks = "¹" * ("slow host" in machine) + "²" * ("both in use" in machine)
         marks += "³" * ways[peer, machine][0].once
