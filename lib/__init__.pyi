@@ -13,7 +13,6 @@ from .batch import (
 )
 from .descriptor import BatchDescriptor as BatchDescriptor, Descriptor as Descriptor
 from .donation import clone as clone, donate as donate, donates as donates
-from .effects import Program as Program
 from .errors import WeftError as WeftError
 from .meshes.distribute import distribute as distribute
 from .meshes.mesh import Mesh as Mesh
@@ -43,27 +42,20 @@ from .settings import (
     config as config,
     no_capture as no_capture,
 )
-from .stages.adapters.adapter import Adapter as Adapter, load_adapter as load_adapter
+from .stages.adapters.adapter import load_adapter as load_adapter
 from .stages.checkpoints.loading import load as load
 from .stages.model import Model as Model
 from .state import State as State, admit as admit, advance as advance
 from .transforms.engine.engine import Engine as Engine
 from .transforms.engine.evaluation.certificates import Certificate as Certificate
-from .transforms.engine.evaluation.verification import (
-    Verification as Verification,
-    verify as verify,
-)
+from .transforms.engine.evaluation.verification import verify as verify
 from .transforms.engine.generate import Completion as Completion, generate as generate
 from .transforms.engine.logprobs import logprobs as logprobs
 from .transforms.engine.options import EngineLimits as EngineLimits, Speculation as Speculation
 from .transforms.engine.outputs import RequestOutput as RequestOutput
 from .transforms.engine.requests.prompts import EmbedsPrompt as EmbedsPrompt
 from .transforms.graphs.calls.borrowing import check_borrowed as check_borrowed
-from .transforms.graphs.dispatch import (
-    Decision as Decision,
-    dispatch as dispatch,
-    dispatch_table as dispatch_table,
-)
+from .transforms.graphs.dispatch import dispatch as dispatch, dispatch_table as dispatch_table
 from .transforms.graphs.graphified import clear_caches as clear_caches
 from .transforms.graphs.graphify import graphify as graphify, piecewise as piecewise
 from .transforms.graphs.ladder import Ladder as Ladder, Limits as Limits, make_ladder as make_ladder

@@ -135,19 +135,19 @@ class Tabled(ABC):
     __slots__ = ()
 
     @abstractmethod
-    def table(self) -> Table:
+    def _table(self) -> Table:
         """The value as a table."""
 
     def __str__(self) -> str:
-        return str(self.table())
+        return str(self._table())
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
+        return self._table()._repr_html_()
 
     def __rich__(self) -> Any:
-        return self.table().__rich__()
+        return self._table().__rich__()
 
 
 def element(name: str, *inside: str, style: str = "", title: str = "") -> str:

@@ -6,6 +6,7 @@ They are data like `weft.effects.Send`: they print as text that parses back.
 
 import re
 from collections.abc import Sequence
+from typing import cast
 
 import attrs
 import torch
@@ -29,17 +30,14 @@ class _Meeting:
     microbatch: int = 0
     schema: Schema | None = None
 
-    @property
-    def verb(self) -> str:
-        """Its name and options, as it prints."""
-        raise NotImplementedError
-
     def __str__(self) -> str:
         if self.schema is None:
             schema = ""
         else:
             schema = f": {self.schema}"
-        return f"{self.verb} among {', '.join(map(str, self.ranks))} [mb {self.microbatch}]{schema}"
+        ranks = ", ".join(map(str, self.ranks))
+        verb = verb_of(cast("Collective", self))  # which has all subclasses
+        return f"{verb} among {ranks} [mb {self.microbatch}]{schema}"
 
 
 @attrs.frozen
@@ -55,11 +53,6 @@ class AllReduce(_Meeting):
 
     reduce_op: str = "sum"
 
-    @property
-    def verb(self) -> str:
-        """Its name and options, as it prints."""
-        return f"all_reduce {self.reduce_op}"
-
 
 @attrs.frozen
 class AllGather(_Meeting):
@@ -71,11 +64,6 @@ class AllGather(_Meeting):
     """
 
     dim: int = 0
-
-    @property
-    def verb(self) -> str:
-        """Its name and options, as it prints."""
-        return f"all_gather dim {self.dim}"
 
 
 @attrs.frozen
@@ -89,11 +77,6 @@ class ReduceScatter(_Meeting):
 
     reduce_op: str = "sum"
     dim: int = 0
-
-    @property
-    def verb(self) -> str:
-        """Its name and options, as it prints."""
-        return f"reduce_scatter {self.reduce_op} dim {self.dim}"
 
 
 @attrs.frozen
@@ -109,11 +92,6 @@ class AllToAll(_Meeting):
     split_dim: int = 0
     concat_dim: int = 0
 
-    @property
-    def verb(self) -> str:
-        """Its name and options, as it prints."""
-        return f"all_to_all dim {self.split_dim} to {self.concat_dim}"
-
 
 @attrs.frozen
 class PPermute(_Meeting):
@@ -127,17 +105,30 @@ class PPermute(_Meeting):
 
     pairs: tuple[tuple[int, int], ...] = ()
 
-    @property
-    def verb(self) -> str:
-        """Its name and options, as it prints."""
-        return f"ppermute {', '.join(f'{source} to {to}' for source, to in self.pairs) or 'none'}"
-
-    def source_of(self, place: int) -> int | None:
-        """The place of the rank whose tensor goes to this place; None if nobody sends one."""
-        return {to: source for source, to in self.pairs}.get(place)
-
 
 Collective = AllReduce | AllGather | ReduceScatter | AllToAll | PPermute
+
+
+def verb_of(effect: Collective) -> str:
+    """The name and the options of a collective, as they print."""
+    match effect:
+        case AllReduce():
+            return f"all_reduce {effect.reduce_op}"
+        case AllGather():
+            return f"all_gather dim {effect.dim}"
+        case ReduceScatter():
+            return f"reduce_scatter {effect.reduce_op} dim {effect.dim}"
+        case AllToAll():
+            return f"all_to_all dim {effect.split_dim} to {effect.concat_dim}"
+        case PPermute():
+            pairs = ", ".join(f"{source} to {to}" for source, to in effect.pairs)
+            return f"ppermute {pairs or 'none'}"
+
+
+def source_of(effect: PPermute, place: int) -> int | None:
+    """The place of the rank whose tensor goes to this place; None if nobody sends one."""
+    return {to: source for source, to in effect.pairs}.get(place)
+
 
 # The regular expression of a collective in the text of an effect.
 FORM = (
@@ -275,7 +266,7 @@ def join(effect: Collective, received: Sequence[Tensor], place: int) -> Tensor:
         case AllGather(dim=dim) | AllToAll(concat_dim=dim):
             return torch.cat(list(received), dim)
         case PPermute():
-            source = effect.source_of(place)
+            source = source_of(effect, place)
             if source is None:
                 return _zeros(received[place])
             return received[source]

@@ -22,6 +22,7 @@ from weft.errors import ArgumentError, DonatedError
 from weft.proofs import assert_equal
 from weft.proofs.evidence.pages.reference import names_of
 from weft.state import State
+from weft.transforms.transform import Carried
 from weft.trees import OF_THIS_VALUE, pytree, static, tree_leaves, tree_map
 
 INSTEAD = "use the value that it returned, or pass a copy (weft.clone) to keep the old one"
@@ -372,9 +373,7 @@ REFUSE: dict[str, list[Callable[[Any], Any]]] = {
     "Session.submit": [lambda x: PIPELINED.session([None], [None]).submit([x], [transforms.Job()])],
     "Sharded.__call__": [SHARDED],
     "Sharded.programs": [SHARDED.programs],
-    "Transform.__call__": each_of(
-        lambda p, s, b: TRANSFORM(step)(p, transforms.Carried(s, None), b)
-    ),
+    "Transform.__call__": each_of(lambda p, s, b: TRANSFORM(step)(p, Carried(s, None), b)),
     "Transform.carry": each_of(lambda p, s, b: TRANSFORM.carry([p, b], s)),
 }
 # Those that accept a donated tensor, or take none, by the reason.
@@ -389,9 +388,8 @@ OTHERS = {
     ),
     "no tensors": (
         """assert_max_captures axes axis_index axis_size batch_invariant check check_borrowed clear_caches
-    compare decode_jobs descriptor_field dispatch dispatch_table interleaved jobs_for load load_adapter lora_rungs
-    make_ladder make_programs measure no_capture plan_cohorts plan_splits predict_decode pytree simulate static
-    streaming weave"""
+    compare decode_jobs descriptor_field dispatch dispatch_table interleaved load load_adapter
+    make_ladder make_programs measure no_capture plan_cohorts pytree simulate static weave"""
     ),
 }
 

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from weft import load
 from weft.errors import ProgramError
-from weft.stages import DEMO, load, load_config, split_model
+from weft.stages import DEMO, load_config, split_model
 from weft.stages.config import parse_config
 from weft.stages.layout import layer_weights
 from weft.stages.random_weights import PRESETS, random_params

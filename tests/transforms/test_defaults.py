@@ -49,7 +49,7 @@ CALLS: dict[str, Callable[[Options], Any]] = {
     "all_gather": lambda options: on_ranks(lambda x: weft.all_gather(x, "ranks", **options)),
     "all_reduce": lambda options: on_ranks(lambda x: weft.all_reduce(x, "ranks", **options)),
     "batch_invariant": exactly,
-    "compose": lambda options: piped(weft.transforms.compose([stage, stage], **options)),
+    "compose": lambda options: piped(weft.compose([stage, stage], **options)),
     "graphify": lambda options: weft.graphify(double, **options)(X),
     "piecewise": lambda options: weft.piecewise(double, split_at="aten::mul", **options)(X),
     "pipeline": lambda options: piped(weft.pipeline([stage, stage], **options)),

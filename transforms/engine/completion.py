@@ -137,11 +137,6 @@ class CompletionState:
         self._num_taken = len(self._shown)
         return new
 
-    @property
-    def cumulative_logprob(self) -> float:
-        """The natural logarithm of the model's probability of all generated tokens."""
-        return sum(self.logprobs)
-
     def append(
         self, result: StepResult, row: int, index: int = 0, *, is_stop: bool = False
     ) -> bool:

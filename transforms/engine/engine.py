@@ -77,8 +77,8 @@ class Engine:
     Raises:
         RequestError: an invalid argument, or limits that leave no room for a request.
 
-    >>> from weft.stages import DEMO, load
-    >>> engine = Engine(load(DEMO, "cpu"), graph="none")
+    >>> import weft
+    >>> engine = Engine(weft.load("demo", "cpu"), graph="none")
     >>> engine.add("The function returns", max_tokens=3), engine.add("A list is", max_tokens=2)
     ('request 0', 'request 1')
     >>> sum(len(output.token_ids) for output in engine)
@@ -357,8 +357,8 @@ class Engine:
             ProgramError: stages run in other processes.
 
         >>> import asyncio
-        >>> from weft.stages import DEMO, load
-        >>> engine = Engine(load(DEMO, "cpu"), graph="none")
+        >>> import weft
+        >>> engine = Engine(weft.load("demo", "cpu"), graph="none")
         >>> async def count():
         ...     return sum([len(output.token_ids) async for output in engine.stream("A list", max_tokens=3)])
         >>> asyncio.run(count())
@@ -560,8 +560,8 @@ class Engine:
             RequestError: parameters or adapters do not fit, or two names of one tensor, such as a
                 tied head, have different values. Nothing is changed then.
 
-        >>> from weft.stages import DEMO, load
-        >>> engine = Engine(load(DEMO, "cpu"), graph="none")
+        >>> import weft
+        >>> engine = Engine(weft.load("demo", "cpu"), graph="none")
         >>> engine.update({"model.norm.weight": 1.01 * engine.model.params.norm})
         """
         call = f"engine.update({'' if params is None else 'params'})"

@@ -88,7 +88,6 @@ class Completion:
             process.
 
     Attributes:
-        cumulative_logprob: the sum of `logprobs`.
         token_texts: the text of each token.
     """
 
@@ -121,11 +120,6 @@ class Completion:
                 no certificates.
         """
         return certify(self.provenance, self)
-
-    @property
-    def cumulative_logprob(self) -> float:
-        """The natural logarithm of the model's probability of all tokens."""
-        return sum(self.logprobs)
 
     @property
     def token_texts(self) -> list[str]:
@@ -251,8 +245,8 @@ def generate(
         RequestError: a prompt or an argument that cannot be served, such as more stages than
             layers.
 
-    >>> from weft.stages import DEMO, load
-    >>> model = load(DEMO, "cpu")
+    >>> import weft
+    >>> model = weft.load("demo", "cpu")
     >>> [completion] = generate(model, ["The function returns"], max_tokens=4)
     >>> len(completion.token_ids), completion.finish_reason
     (4, 'length')

@@ -195,7 +195,7 @@ class DispatchTable(Tabled):
 
     rows: tuple[Row, ...]
 
-    def table(self) -> Table:
+    def _table(self) -> Table:
         """The rows as text."""
         return Table(HEADER, tuple(row.cells() for row in self.rows))
 

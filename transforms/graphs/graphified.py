@@ -104,11 +104,6 @@ class Graphified(Generic[P, R]):
         """The role of each argument: static, donated, by reference, or copied."""
         return self._graphable.roles
 
-    @property
-    def split_at(self) -> frozenset[str]:
-        """The operators that stay outside the graphs in mode piecewise."""
-        return self._graphable.split_at
-
     @uncompiled
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Take the fast path if an earlier call was like this one, else the general path."""

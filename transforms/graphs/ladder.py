@@ -125,7 +125,7 @@ class Ladder(Tabled, Generic[D]):
     def __len__(self) -> int:
         return len(self.full) + len(self.piecewise)
 
-    def table(self) -> Table:
+    def _table(self) -> Table:
         """A table with one row per kind of classes."""
         rows = [*_kinds("full", self.full), *_kinds("piecewise", self.piecewise)]
         return Table(("mode", "classes", "of"), tuple(rows), f"a ladder of {len(self)} classes")

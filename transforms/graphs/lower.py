@@ -101,16 +101,6 @@ class Compiled(Generic[R]):
     def __call__(self, /, *args: Any, **kwargs: Any) -> R:
         return self._run(args, kwargs)
 
-    @property
-    def in_tree(self) -> TreeSpec:
-        """The structure of the arguments by name, without the static ones."""
-        return self.lowered.in_tree
-
-    @property
-    def out_tree(self) -> TreeSpec:
-        """The structure of the result."""
-        return self.lowered.out_tree
-
     def as_text(self, form: str = "text") -> str:
         """The listing of the operators as text, or with `form="dot"` as a graph for Graphviz."""
         return self.lowered.as_text(form)

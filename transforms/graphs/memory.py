@@ -345,7 +345,7 @@ class CapturedGraphs(Tabled):
     graphs: tuple[CapturedGraph, ...]
     info: CacheInfo
 
-    def table(self) -> Table:
+    def _table(self) -> Table:
         """A table with one row per graph."""
         counts = (
             (len(self.graphs), "graph"),

@@ -45,7 +45,7 @@ class Session:
     The schedule determines when an output returns from the last stage, so a batch's output may come
     from a later `submit` or from `close`. Every rank gets the same outputs from the same call.
 
-    >>> from weft.transforms import pipeline
+    >>> from weft.transforms.pipelines.pipeline import pipeline
     >>> stages = [lambda p, s, batch, x: (s, 10 * batch), lambda p, s, batch, x: (s, x + s)]
     >>> session = pipeline(stages, advance=lambda s, batch, out: s + 1).session((None, None), (0, 0))
     >>> outputs = session.submit([1], [Job()]) + session.submit([2, 3], [Job(after=0), Job(after=0)])
@@ -77,11 +77,6 @@ class Session:
         # Why the session is over; empty while it is not
         self._ended = ""
         self._counts = BoundedDict[tuple[Job, ...], tuple[tuple[int, ...], int]](_MAX_COUNTS)
-
-    @property
-    def num_jobs(self) -> int:
-        """The number of batches submitted so far."""
-        return self._first + len(self._jobs)
 
     def submit(self, batches: Sequence[Any], jobs: Sequence[Job]) -> list[tuple[int, Any]]:
         """Run batches after all batches that were submitted before.

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective, PPermute
+from weft.meshes.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Collective,
+    PPermute,
+    source_of,
+    verb_of,
+)
 from weft.torchapi.private import is_fake, without_modes
 from weft.transforms.pipelines.machine import Step
 from weft.transforms.shards.local import take_turns
@@ -186,17 +194,17 @@ def _combined(
     for place in range(len(every)):
         match effect:
             case AllReduce() | AllGather():
-                yield numbers.of(effect.verb, *every)
+                yield numbers.of(verb_of(effect), *every)
             case PPermute():
-                source = effect.source_of(place)
+                source = source_of(effect, place)
                 sent = "zeros" if source is None else every[source]
-                yield numbers.of(effect.verb, str(effect.schema), sent)
+                yield numbers.of(verb_of(effect), str(effect.schema), sent)
             case _ if None not in parts:  # all_to_all, where ranks may be sent the same parts
                 yield numbers.of(
-                    effect.verb, "parts", *(part[place] for part in parts if part is not None)
+                    verb_of(effect), "parts", *(part[place] for part in parts if part is not None)
                 )
             case _:
-                yield numbers.of(effect.verb, place, *every)
+                yield numbers.of(verb_of(effect), place, *every)
 
 
 def _bits(tensor: Tensor) -> Hashable:

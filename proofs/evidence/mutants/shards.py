@@ -20,6 +20,7 @@ from weft.meshes.collectives import (
     PPermute,
     ReduceScatter,
     combine,
+    verb_of,
 )
 from weft.meshes.mesh import Mesh
 from weft.meshes.placements import Layout, Partial, Replicate, on_axes, part_of
@@ -294,7 +295,7 @@ def _whole_adapter(y: Tensor, x: Tensor, lora: Any, batch: Any, leaves: int = 0)
 
 def _one_for_all(effect: Collective, every: Sequence[int], parts: Any, numbers: Any) -> list[int]:
     """Each rank's result of any collective is the same."""
-    return [numbers.of(effect.verb, *every)] * len(every)
+    return [numbers.of(verb_of(effect), *every)] * len(every)
 
 
 _FUNCTION, _COMMUTE = find("L22", "shards are the function"), find("L22", "commute")

@@ -3,10 +3,14 @@ weft.proofs.evidence.pages.reference` writes both.
 
 `proofs/pages/reference.md` has each name with the first sentence of its docstring;
 `proofs/pages/surface.txt` has one line per name or method, with its arguments and their defaults, and
-one per flag of each command. A test compares both files with the code.
+one per flag of each command. A test compares both files with the code. A name is listed below the
+first module that has it; a method that a class takes over from a public base class or protocol is
+listed there.
 """
 
+import functools
 import inspect
+import itertools
 import re
 from collections.abc import Iterator
 from importlib import import_module
@@ -22,7 +26,6 @@ from weft.transforms.cli.main import COMMANDS
 FACES = (
     "weft",
     "weft.transforms",
-    "weft.transforms.engine",
     "weft.stages",
     "weft.effects",
     "weft.errors",
@@ -102,20 +105,70 @@ def call_of(name: str, value: Any) -> str:
     return f"{name}({', '.join(names)})"
 
 
+def listed_names() -> Iterator[tuple[str, str, Any]]:
+    """Each public module, name and value, where it is listed: below the first module that has
+    it."""
+    values = list[Any]()
+    for face in FACES:
+        for name in names_of(face):
+            value = getattr(import_module(face), name)
+            if callable(value):
+                if any(value is other for other in values):
+                    continue
+                values.append(value)
+            yield face, name, value
+
+
+@functools.cache
+def _listed_classes() -> tuple[type, ...]:
+    return tuple(value for _, _, value in listed_names() if isinstance(value, type))
+
+
+def _members(cls: type) -> dict[str, Any]:
+    """The public methods and properties that the class itself defines, in order."""
+    return {
+        name: member
+        for name, member in vars(cls).items()
+        if not name.startswith("_")
+        and (
+            inspect.isfunction(member) or isinstance(member, classmethod | staticmethod | property)
+        )
+    }
+
+
+def _follows(cls: type, base: type) -> bool:
+    """Whether a class inherits from another one, or has all members of a protocol."""
+    if base is cls:
+        return False
+    if getattr(base, "_is_protocol", False):
+        return all(hasattr(cls, name) for name in _members(base))
+    return issubclass(cls, base)
+
+
+def new_members(cls: type) -> dict[str, Any]:
+    """The public methods and properties that a class does not take over from a public base class
+    or protocol.
+
+    >>> from weft.descriptor import BatchDescriptor
+    >>> [*new_members(BatchDescriptor)]
+    ['uniform', 'is_uniform']
+    """
+    taken_over = {
+        name for base in _listed_classes() if _follows(cls, base) for name in _members(base)
+    }
+    return {name: member for name, member in _members(cls).items() if name not in taken_over}
+
+
 def methods_of(cls: type) -> Iterator[tuple[str, Any]]:
-    """The public methods and properties of a class, each with how it is called.
+    """The new members of a class, each with how it is called.
 
     >>> from weft.descriptor import BatchDescriptor
     >>> [call for call, _ in methods_of(BatchDescriptor)]
-    ['uniform(num_reqs, query_len, num_active_loras)', 'is_uniform', 'covers(other)']
+    ['uniform(num_reqs, query_len, num_active_loras)', 'is_uniform']
     """
-    for name, member in vars(cls).items():
-        is_method = inspect.isfunction(member) or isinstance(
-            member, classmethod | staticmethod | property
-        )
-        if is_method and not name.startswith("_"):
-            call = call_of(name, getattr(cls, name)).replace("(self, ", "(").replace("(self)", "()")
-            yield call, member
+    for name, member in new_members(cls).items():
+        call = call_of(name, getattr(cls, name)).replace("(self, ", "(").replace("(self)", "()")
+        yield call, member
 
 
 def _constant(value: Any) -> str:
@@ -140,25 +193,19 @@ def _row(call: str, said: str) -> str:
 def lines() -> Iterator[str]:
     """The page."""
     yield _TITLE
-    listed_ids: set[int] = set()
-    for face in FACES:
+    for face, names in itertools.groupby(listed_names(), lambda listed: listed[0]):
         rows = []
-        for name in names_of(face):
-            value = getattr(import_module(face), name)
+        for _, name, value in names:
             if callable(value):
                 said = first_sentence(value.__doc__)
             else:
                 said = _constant(value)
-            if not callable(value) or id(value) not in listed_ids:
-                rows.append(_row(call_of(name, value), said))
-                members = methods_of(value) if name in USED else ()
-                rows += [
-                    _row(f"{name}.{call}", first_sentence(member.__doc__))
-                    for call, member in members
-                ]
-            listed_ids.add(id(value))
-        if rows:
-            yield "\n".join((f"## {face}\n", "| | |", "|---|---|", *rows, ""))
+            rows.append(_row(call_of(name, value), said))
+            members = methods_of(value) if name in USED else ()
+            rows += [
+                _row(f"{name}.{call}", first_sentence(member.__doc__)) for call, member in members
+            ]
+        yield "\n".join((f"## {face}\n", "| | |", "|---|---|", *rows, ""))
 
 
 def page() -> str:
@@ -172,7 +219,7 @@ def surface() -> str:
 
     Annotations are left out: versions of Python write them differently.
     """
-    names = (line for face in FACES for name in names_of(face) for line in _surface_of(face, name))
+    names = (line for listed in listed_names() for line in _surface_of(*listed))
     flags = (line for command in COMMANDS.values() for line in _flags_of(command))
     return "\n".join((*names, *flags)) + "\n"
 
@@ -190,8 +237,7 @@ def _flags_of(command: type[Options]) -> Iterator[str]:
             yield f"weft {command.command} {flag}={field.default!r}"
 
 
-def _surface_of(face: str, name: str) -> Iterator[str]:
-    value = getattr(import_module(face), name)
+def _surface_of(face: str, name: str, value: Any) -> Iterator[str]:
     if not callable(value):
         yield f"{face}.{name}: {type(value).__name__}"
         return
@@ -200,13 +246,11 @@ def _surface_of(face: str, name: str) -> Iterator[str]:
     else:
         yield f"{face}.{name}{_signature(value)}"
     if isinstance(value, type):
-        for key, member in sorted(vars(value).items()):
-            if key.startswith("_"):
-                continue
-            if inspect.isfunction(member) or isinstance(member, classmethod | staticmethod):
-                yield f"{face}.{name}.{key}{_signature(getattr(value, key))}"
-            elif isinstance(member, property):
+        for key, member in sorted(new_members(value).items()):
+            if isinstance(member, property):
                 yield f"{face}.{name}.{key}"
+            else:
+                yield f"{face}.{name}.{key}{_signature(getattr(value, key))}"
 
 
 def _signature(fn: Any) -> str:

@@ -13,20 +13,14 @@ import torch
 from matplotlib import pyplot
 from matplotlib.patches import Rectangle
 
+from weft import Limits, dispatch_table, graphify, make_ladder
 from weft.descriptor import BatchDescriptor as B
 from weft.display.plots import GREY
 from weft.effects import Run
 from weft.errors import MissingPackageError
 from weft.extras import install_command
-from weft.transforms import (
-    Costs,
-    Limits,
-    dispatch_table,
-    graphify,
-    make_ladder,
-    simulate,
-    streaming,
-)
+from weft.transforms import Costs, simulate
+from weft.transforms.pipelines.schedule import streaming
 from weft.transforms.pipelines.timing.timeline import compare
 
 mpl.use("agg")
@@ -178,10 +172,7 @@ def test_without_matplotlib_it_says_what_to_install(
 
 
 def test_a_picture_in_a_notebook_needs_nothing_optional() -> None:
-    code = (
-        "import sys, weft, weft.transforms as t; t.make_ladder('full', t.Limits(2,"
-        " 2))._repr_html_(); "
-    )
+    code = "import sys, weft; weft.make_ladder('full', weft.Limits(2, 2))._repr_html_(); "
     code += (
         "print(*{name.partition('.')[0] for name in sys.modules} & {'matplotlib', 'rich',"
         " 'IPython'})"

@@ -9,11 +9,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import weft
+from weft import Limits
 from weft.display.summary import Summarized
 from weft.stages.params import DecoderParams, LayerLora, LoraWeights
 from weft.state import resolve
 from weft.torchapi.private import pytree
-from weft.transforms import Limits, make_runner, make_state
+from weft.transforms import make_runner, make_state
 from weft.transforms.transform import Carried
 from weft.trees import tree_flatten, tree_unflatten
 

@@ -10,22 +10,11 @@ import pytest
 import torch
 from rich.console import Console
 
+from weft import Limits, dispatch_table, graphify, make_ladder, pipeline
 from weft.descriptor import BatchDescriptor
 from weft.display.tables import Table, bars_over_text, columns, strip
 from weft.effects import Schema
-from weft.transforms import (
-    Costs,
-    Limits,
-    compare,
-    decode_jobs,
-    dispatch_table,
-    graphify,
-    make_ladder,
-    make_programs,
-    pipeline,
-    plan_cohorts,
-    simulate,
-)
+from weft.transforms import Costs, compare, decode_jobs, make_programs, plan_cohorts, simulate
 from weft.transforms.engine.generate import Completion
 
 NASTY = "<script>alert('x')</script> & \"more\""
@@ -138,7 +127,7 @@ def test_rich_shows_a_table_and_no_colour_in_a_pipe(name: str) -> None:
     Console(
         file=screen, width=400, force_terminal=True, color_system="standard", _environ={}
     ).print(value)
-    table = value if isinstance(value, Table) else value.table()
+    table = value if isinstance(value, Table) else value._table()
     assert "\x1b[" not in pipe.getvalue()
     assert "\x1b[" in screen.getvalue()
     for cell in (*table.header, *(cell for row in table.rows for cell in row)):

@@ -21,6 +21,7 @@ from weft.proofs.evidence.pages.reference import (
     first_sentence,
     methods_of,
     names_of,
+    new_members,
     page,
     surface,
 )
@@ -34,7 +35,6 @@ MADE = {
     "Session": "Pipelined.session",
     "Graphified": "graphify",
     "ResolvedBatch": "a decoder's stage, for its layers",
-    "LayerParams": "load, which says what it holds in words",
 }
 PUBLIC = [(face, name) for face in FACES for name in names_of(face)]
 CALLED = [(face, name) for face, name in PUBLIC if callable(getattr(import_module(face), name))]
@@ -49,6 +49,28 @@ def test_the_faces_have_their_names() -> None:
     for face in FACES:
         if face != "weft.proofs":  # which had no names of its own at first
             assert len(names_of(face)) >= 10, face
+
+
+def test_each_name_has_one_home() -> None:
+    """`WeftError` has two: it is the one error that programs catch, and the first of its module."""
+    homes: dict[int, list[str]] = {}
+    for face, name in CALLED:
+        if face not in EVIDENCE:
+            homes.setdefault(id(value_of(face, name)), []).append(f"{face}.{name}")
+    several = [names for names in homes.values() if len(names) > 1]
+    assert several == [["weft.WeftError", "weft.errors.WeftError"]]
+
+
+class Sized:
+    def run(self) -> None: ...
+
+    def size(self) -> int: ...
+
+
+def test_members_that_implement_a_listed_protocol_are_not_new() -> None:
+    assert [*new_members(transforms.Local)] == []
+    assert "run" in new_members(transforms.Transport)
+    assert [*new_members(Sized)] == ["run", "size"]  # which lacks most of a transport's
 
 
 def test_the_reference_is_of_these_names() -> None:
@@ -162,10 +184,7 @@ def test_the_results_of_transforms_are_of_the_classes_that_are_documented() -> N
     f = weft.graphify(lambda x: x + 1)
     x = torch.ones(3)
     lowered = f.lower(x)
-    limits = weft.Limits(2, 4)
     costs = transforms.Costs(stages=(1e-3, 1e-3))
-    plan = transforms.plan_cohorts(lambda size: costs, 4, 2)
-    table = weft.dispatch_table(limits, [weft.BatchDescriptor.uniform(2)])
     stages: list[Any] = [lambda p, s, b, x: (s, b), lambda p, s, b, x: (s, x)]
     step = weft.pipeline(stages, advance=lambda state, batch, out: state)
     session = step.session((None, None), (None, None))
@@ -175,18 +194,10 @@ def test_the_results_of_transforms_are_of_the_classes_that_are_documented() -> N
         transforms.Graphified: f,
         transforms.Lowered: lowered,
         transforms.Compiled: lowered.compile(),
-        transforms.Explanation: f.explain(x),
-        transforms.CacheInfo: f.cache_info(),
-        transforms.MemoryAnalysis: f.memory_analysis(),
-        transforms.MemoryEstimate: f.memory_estimate(x),
         transforms.Pipelined: step,
         transforms.Session: session,
         transforms.Timeline: transforms.simulate(programs, costs),
-        transforms.CohortPlan: plan,
-        transforms.CohortRow: plan.best,
-        transforms.DispatchTable: table,
-        transforms.Decision: table.rows[0].decision,
-        transforms.Ladder: weft.make_ladder("full", limits),
+        weft.Ladder: weft.make_ladder("full", weft.Limits(2, 4)),
     }
     assert {cls: type(value) for cls, value in results.items()} == {cls: cls for cls in results}
 

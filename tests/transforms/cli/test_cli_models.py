@@ -8,8 +8,8 @@ import pytest
 from cli_calls import Weft, assert_refused
 
 import weft
+from weft import load
 from weft.errors import CheckpointNotFoundError
-from weft.stages import load
 from weft.stages.checkpoints.known_models import DEMO
 
 FLAGS = ("--device", "cpu", "--dtype", "float32", "--max-tokens", "3", "--json")

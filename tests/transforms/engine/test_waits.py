@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from weft import load
 from weft.sampling import SamplingParams
-from weft.stages import DEMO, load
+from weft.stages import DEMO
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits, Speculation

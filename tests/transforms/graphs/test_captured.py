@@ -3,19 +3,13 @@
 import torch
 from torch import Tensor
 
+from weft import Limits, graphify, piecewise
 from weft.batch import Batch
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
-from weft.transforms import (
-    CapturedGraph,
-    CapturedGraphs,
-    Limits,
-    graphify,
-    make_runner,
-    make_state,
-    piecewise,
-)
+from weft.transforms import make_runner, make_state
 from weft.transforms.graphs.calls.key import CacheInfo
+from weft.transforms.graphs.memory import CapturedGraph, CapturedGraphs
 
 
 def doubled(params: Tensor, x: Tensor) -> Tensor:

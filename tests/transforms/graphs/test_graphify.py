@@ -11,7 +11,6 @@ import torch
 from graphified import LAW, X, agree, counts, twice
 from torch import Tensor
 
-import weft
 from weft.errors import CacheMissError, CaptureError, DeviceError
 from weft.proofs import assert_equal
 from weft.transforms.graphs.calls.key import CacheInfo
@@ -61,8 +60,6 @@ def test_cache_clear_starts_anew_and_thaws() -> None:
 
 
 def test_it_looks_like_the_function() -> None:
-    assert weft.transforms.graphify is weft.graphify is graphify
-
     @graphify
     def plain(x: Tensor) -> Tensor:
         """A docstring."""

@@ -30,8 +30,8 @@ _UNSAID = "logprobs", "prompt_logprobs", "n"
 @attrs.frozen(kw_only=True, repr=False)
 class Certificate(Tabled):
     """A completion of a batch-invariant model, and all that its bits depend on. It prints as a
-    table, and is stored as JSON: `save` and `load` are for one certificate, `save_all` and
-    `load_all` for several, one per line of a file, as `weft generate --certificates` writes them.
+    table. `save_all` and `load_all` write and read files of certificates in JSON, one per line, as
+    `weft generate --certificates` does.
 
     It does not prove that custom functions in the stages are batch invariant: two completions that
     are verified together may be equal although each alone would not be. `weft.proofs.check(f,
@@ -87,32 +87,9 @@ class Certificate(Tabled):
         }
         return json.dumps({"format": FORMAT, **values})
 
-    def save(self, path: Path | str) -> None:
-        """Write it to a file.
-
-        Raises:
-            RequestError: the file cannot be written.
-        """
-        _write(path, [self], f"certificate.save({str(path)!r})")
-
-    @classmethod
-    def load(cls, path: Path | str) -> "Certificate":
-        """Read a certificate from a file that `save` wrote.
-
-        Raises:
-            ConfigError, RequestError: the file cannot be read, or is not one certificate.
-        """
-        call = f"weft.Certificate.load({str(path)!r})"
-        certificate, *rest = _read(path, call)
-        if rest:
-            raise RequestError(
-                call, f"{1 + len(rest)} certificates", f"weft.Certificate.load_all({str(path)!r})"
-            )
-        return certificate
-
     @staticmethod
     def save_all(certificates: Iterable["Certificate"], path: Path | str) -> None:
-        """Write several to a file, one per line.
+        """Write certificates to a file, one per line.
 
         Raises:
             RequestError: the file cannot be written.
@@ -173,7 +150,7 @@ class Certificate(Tabled):
             versions=fields.value("versions", None, _are_texts, "an object of texts"),
         )
 
-    def table(self) -> Table:
+    def _table(self) -> Table:
         """A table of what it holds."""
         done = f"{counted(len(self.token_ids), 'token')}, {self.finish_reason}"
         rows = {

@@ -118,7 +118,7 @@ class RunTrace(Tabled):
             **self.calls,
         }
 
-    def table(self) -> Table:
+    def _table(self) -> Table:
         """A table of one row."""
         return Table.of([self.row])
 
@@ -163,7 +163,7 @@ class RunComparison(Tabled):
             "verdict": "BROKEN" if [*self.faults()] else "holds",
         }
 
-    def table(self) -> Table:
+    def _table(self) -> Table:
         """A table of one row."""
         return Table.of([self.row])
 
@@ -191,8 +191,8 @@ def trace_run(
         prompts: the token ids of each prompt, all in one batch.
         max_tokens: the most tokens to generate for each.
 
-    >>> from weft.stages import DEMO, load
-    >>> model, prompts = load(DEMO, "cpu", "float32"), [[65, 66, 67], [97]]
+    >>> import weft
+    >>> model, prompts = weft.load("demo", "cpu", "float32"), [[65, 66, 67], [97]]
     >>> eager, graphs = (trace_run(model, Way("", 1, mode), prompts, 3) for mode in ("none", "full"))
     >>> list(compare_runs(graphs, eager).faults())
     []

@@ -127,7 +127,7 @@ class Score(Tabled):
             for column, spec, figure in named
         }
 
-    def table(self) -> Table:
+    def _table(self) -> Table:
         """A table of one row."""
         return Table.of([self.row])
 
@@ -165,8 +165,8 @@ def score(engine: Engine, tasks: Sequence[Task]) -> Score:
         RequestError: a question with its answer is longer than the engine's limit; or the model has
             no tokenizer.
 
-    >>> from weft.stages import DEMO, load
-    >>> engine = Engine(load(DEMO, "cpu"), graph="none")
+    >>> import weft
+    >>> engine = Engine(weft.load("demo", "cpu"), graph="none")
     >>> result = score(engine, [Task("return"), Task("A list i", answer="s")])
     >>> result.num_tokens, len(result.answers)
     (5, 1)

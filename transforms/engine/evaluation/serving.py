@@ -115,10 +115,9 @@ def measure(
     Returns:
         The figures of each repeat, from `figures`.
 
-    >>> from weft.stages import DEMO, load
-    >>> from weft.transforms.engine import EngineLimits
-    >>> limits = EngineLimits(max_num_reqs=2)
-    >>> engine, started = start(lambda: load(DEMO, "cpu"), lambda model: Engine(model, limits, graph="none"))
+    >>> import weft
+    >>> limits = weft.EngineLimits(max_num_reqs=2)
+    >>> engine, started = start(lambda: weft.load("demo", "cpu"), lambda model: Engine(model, limits, graph="none"))
     >>> [result] = measure(engine, Workload(num_requests=3, input_len=4, output_len=2), started)
     >>> result["output_tokens"], result["total_tokens"], result["graphs"]["shares"]["none"]
     (6, 18, 1.0)

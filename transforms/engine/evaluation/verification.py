@@ -91,7 +91,7 @@ class Verification(Tabled):
         here, certified = (f"{ids[0]}" if ids else "none" for ids in (computed, other))
         return f"token {place}: {here}, certified {certified}"
 
-    def table(self) -> Table:
+    def _table(self) -> Table:
         """A table of the result, and of the facts that differ."""
         rows = [
             {
@@ -114,7 +114,7 @@ _RULES: dict[str, Rule] = {
             and value
             and all(isinstance(one, Certificate) for one in value)
         ),
-        "weft.Certificate.load(path), or a list of them: weft.Certificate.load_all(path)",
+        "a certificate, or a list of them: weft.Certificate.load_all(path)",
     ),
     "adapters": (
         lambda value: (

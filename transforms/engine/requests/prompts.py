@@ -46,9 +46,9 @@ class EmbedsPrompt(Summarized):
         positions: [3, n] int64, for a model with mRoPE: each token's place in time, height and
             width, from transformers' `get_rope_index`. None: the positions of text.
 
-    >>> from weft.stages import DEMO, load
+    >>> import weft
     >>> from weft.transforms.engine.generate import generate
-    >>> model = load(DEMO, "cpu")
+    >>> model = weft.load("demo", "cpu")
     >>> ids = model.encode("The function returns")
     >>> prompt = EmbedsPrompt([EMBEDDED, *ids[1:]], model.params.embed_tokens[ids])
     >>> one, other = generate(model, [prompt, ids], max_tokens=4)

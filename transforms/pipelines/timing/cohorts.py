@@ -60,7 +60,7 @@ class CohortPlan(Tabled):
         the fewest cohorts."""
         return max(self.rows, key=lambda row: (float(f"{row.tokens_per_second:.9g}"), -row.cohorts))
 
-    def table(self) -> Table:
+    def _table(self) -> Table:
         """A table with one row per number of cohorts."""
         header = ("cohorts", "of requests", "step", "tokens/s", "bubble", "")
         return Table(header, tuple(self._cells(row) for row in self.rows))

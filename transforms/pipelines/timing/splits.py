@@ -46,7 +46,7 @@ class SplitPlan(Tabled):
         predictions, the one with the most stages, since its ranks communicate the least."""
         return max((one for one in self.predictions if one.fits), key=_rank)
 
-    def table(self) -> Table:
+    def _table(self) -> Table:
         """A table with one row per split."""
         header = ("--tp", "--pp", "cohorts", "step", "tokens/s", "", "each GPU", "bound by", "")
         most = max(one.chosen.tokens_per_second for one in self.predictions)
@@ -95,7 +95,7 @@ def plan_splits(config: ModelConfig, num_gpus: int, **options: Any) -> SplitPlan
         ProgramError: no split can use this number of GPUs, or none fits into their memory.
 
     >>> from weft.stages import DEMO, load_config
-    >>> from weft.transforms import Machine
+    >>> from weft.transforms.pipelines.timing.hardware import Machine
     >>> print(plan_splits(load_config(DEMO), 4, requests=8, machine=Machine(latency=2e-6)))
     --tp  --pp  cohorts     step  tokens/s            each GPU  bound by
        1     4        4  8.57 us   933,165  ########  590 MB    transfers    best

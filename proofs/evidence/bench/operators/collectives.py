@@ -22,7 +22,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.meshes.collectives import AllReduce, AllToAll, Collective, combine
+from weft.meshes.collectives import AllReduce, AllToAll, Collective, combine, verb_of
 from weft.ops.transfers.collective import Member
 from weft.ops.transfers.transfer import find
 from weft.proofs.evidence.bench.operators.transfers import ROUNDS, timed
@@ -92,7 +92,7 @@ def measure(way: str, timeout: float) -> list[Row]:
         replayed = timed(graph.replay, ROUNDS) / COUNT
         equal = all(torch.equal(out, expected) for out in outs)
         graph.reset()  # a communicator waits for the graphs that hold it
-        rows.append(Row(way, effect.verb, shape, replayed * 1e6, eager * 1e6, equal))
+        rows.append(Row(way, verb_of(effect), shape, replayed * 1e6, eager * 1e6, equal))
     transport.close()
     return rows
 

@@ -88,8 +88,8 @@ def test_a_file_keeps_every_bit(sampling: weft.SamplingParams) -> None:
 
 
 def test_it_is_saved_and_shown(certificate: weft.Certificate, tmp_path: Path) -> None:
-    certificate.save(tmp_path / "one.json")
-    assert weft.Certificate.load(tmp_path / "one.json") == certificate
+    weft.Certificate.save_all([certificate], tmp_path / "one.json")
+    assert weft.Certificate.load_all(tmp_path / "one.json") == [certificate]
     shown = str(certificate)
     for text in (
         "7 tokens",
@@ -105,8 +105,6 @@ def test_several_are_lines_of_a_file(completions: list[weft.Completion], tmp_pat
     several = [one.certificate() for one in completions]
     weft.Certificate.save_all(several, tmp_path / "several.jsonl")
     assert weft.Certificate.load_all(tmp_path / "several.jsonl") == several
-    several[0].save(tmp_path / "one.json")
-    assert weft.Certificate.load_all(tmp_path / "one.json") == several[:1]
     with pytest.raises(RequestError, match="a file that can be written, in a folder that exists"):
         weft.Certificate.save_all(several, tmp_path / "no" / "folder")
 
@@ -388,19 +386,15 @@ def test_a_file_of_something_else(
     path = tmp_path / "one.json"
     path.write_text(json.dumps(json.loads(certificate.text()) | change))
     with pytest.raises(ConfigError, match=re.escape(problem)) as error:
-        weft.Certificate.load(path)
+        weft.Certificate.load_all(path)
     assert "one.json, line 1," in error.value.problem
     path.write_text("[1]")
     with pytest.raises(ConfigError, match="no format"):
-        weft.Certificate.load(path)
-    path.write_text(certificate.text() + "\n" + certificate.text())
-    with pytest.raises(RequestError, match="2 certificates") as more:
-        weft.Certificate.load(path)
-    assert more.value.instead == f"weft.Certificate.load_all({str(path)!r})"
+        weft.Certificate.load_all(path)
     with pytest.raises(RequestError, match="there is no file"):
-        weft.Certificate.load(tmp_path / "none")
+        weft.Certificate.load_all(tmp_path / "none")
     with pytest.raises(RequestError, match="cannot be read"):
-        weft.Certificate.load(tmp_path)
+        weft.Certificate.load_all(tmp_path)
 
 
 def test_a_certificate_that_this_model_cannot_run(
@@ -410,9 +404,7 @@ def test_a_certificate_that_this_model_cannot_run(
         weft.verify(attrs.evolve(certificate, prompt=(400,)), model)
     with pytest.raises(
         RequestError,
-        match=re.escape(
-            "weft.Certificate.load(path), or a list of them: weft.Certificate.load_all"
-        ),
+        match=re.escape("a certificate, or a list of them: weft.Certificate.load_all(path)"),
     ):
         weft.verify([], model)
     adapters: Any = ["folder"]
