@@ -1,6 +1,15 @@
 """Model steps as pure functions on PyTorch: `graphify` captures and replays them, `pipeline` makes
 them span devices.
 
+Begin with these six:
+
+- `graphify(f)` returns `f` with captured graphs, which its later calls replay.
+- `pipeline(stages)` returns the step that runs the stages one after the other, on several ranks.
+- `shard(f, mesh, in_placements, out_placements)` returns `f` run on every rank of a mesh.
+- `load(path)` returns a checkpoint's `Model`.
+- `generate(model, prompts, max_tokens=...)` returns a `Completion` per prompt.
+- `Engine(model)` serves requests that come and go; `step()` returns what each of them got.
+
 Names are imported on first use, so that `import weft` takes no longer than `import torch`.
 `__init__.pyi` lists them.
 """

@@ -200,19 +200,6 @@ class Batch(Summarized):
             },
         )
 
-    @property
-    def goes_on(self) -> Tensor:
-        """[num_reqs] bool: whether each request continues from its last sampled token, so that its
-        tokens are that token and drafts. Meaningless for padding."""
-        # Padding starts after the last token; the clamp keeps its index valid.
-        first = self.query_start_loc[:-1].clamp(max=max(len(self.input_ids) - 1, 0))
-        return self.input_ids[first] == LAST_TOKEN
-
-    def owners(self) -> tuple[Tensor, Tensor]:
-        """The request that each token belongs to, and the token's place in it (see
-        `find_owners`)."""
-        return find_owners(self.query_start_loc, len(self.input_ids))
-
     def split(self, parts: int) -> tuple[Self, ...]:
         """Split the batch into at most `parts` batches of whole requests.
 
@@ -237,6 +224,20 @@ class Batch(Summarized):
         if self.inputs_embeds is None and self.positions is None:
             return self
         return attrs.evolve(self, inputs_embeds=None, positions=None)
+
+
+def continues(batch: Batch) -> Tensor:
+    """[num_reqs] bool: whether each request continues from its last sampled token, so that its
+    tokens are that token and drafts. Meaningless for padding."""
+    # Padding starts after the last token; the clamp keeps its index valid.
+    first = batch.query_start_loc[:-1].clamp(max=max(len(batch.input_ids) - 1, 0))
+    return batch.input_ids[first] == LAST_TOKEN
+
+
+def owners_of(batch: Batch) -> tuple[Tensor, Tensor]:
+    """The request that each token belongs to, and the token's place in it (see
+    `find_owners`)."""
+    return find_owners(batch.query_start_loc, len(batch.input_ids))
 
 
 def find_owners(query_start_loc: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:

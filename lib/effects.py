@@ -18,29 +18,18 @@ from weft.display.tables import columns
 from weft.errors import ProgramError
 from weft.meshes import collectives
 from weft.meshes.collectives import (
-    AllGather,
-    AllReduce,
-    AllToAll,
     Collective,
-    PPermute,
-    ReduceScatter,
 )
-from weft.schema import Schema, TensorSchema, read_form
+from weft.schema import Schema, read_form
 
 __all__ = [
-    "AllGather",
-    "AllReduce",
-    "AllToAll",
     "Broadcast",
     "Effect",
     "Fence",
-    "PPermute",
     "Program",
     "Recv",
-    "ReduceScatter",
     "Run",
     "Send",
-    "TensorSchema",
     "listing",
     "parse_effect",
     "parse_listing",
@@ -241,32 +230,6 @@ class Program:
     def _repr_html_(self) -> str:
         return programs_html([self])
 
-    @classmethod
-    def parse(cls, text: str) -> "Program":
-        """The inverse of `str`. To parse the listing of all ranks, use `parse_listing`."""
-        title, *lines = [line for line in text.splitlines() if line.strip()] or [""]
-        match = read_form(_TITLE, title, "Program.parse(...)", f"a first line {title!r}")
-        another = next((line for line in lines if _is_title(line)), None)
-        classes = list[re.Match[str]]()
-        for line in lines:
-            micro_batch = re.fullmatch(r"mb (\d+): (.+)", line.strip())
-            if micro_batch is None:
-                break
-            classes.append(micro_batch)
-        if another or any(
-            int(micro_batch[1]) != index for index, micro_batch in enumerate(classes)
-        ):
-            problem = "classes of micro-batches out of order"
-            instead = "mb 0: ..., mb 1: ..."
-            if another:
-                problem = f"another rank's program, {another!r}"
-                instead = "weft.effects.parse_listing(text)"
-            raise ProgramError("Program.parse(...)", problem, instead)
-        effects = tuple(parse_effect(line) for line in lines[len(classes) :])
-        return cls(
-            int(match[1]), int(match[2]), effects, tuple(micro_batch[2] for micro_batch in classes)
-        )
-
 
 def _is_title(line: str) -> bool:
     return re.fullmatch(_TITLE[0], line.strip()) is not None
@@ -285,6 +248,24 @@ def programs_html(programs: Sequence[Program]) -> str:
         for p in programs
     ]
     return columns([f"rank {p.rank} of {p.num_ranks}" for p in programs], cells)
+
+
+def _parse_program(lines: Sequence[str]) -> Program:
+    title, *rest = lines or [""]
+    match = read_form(_TITLE, title, "parse_listing(...)", f"a first line {title!r}")
+    classes = list[re.Match[str]]()
+    for line in rest:
+        micro_batch = re.fullmatch(r"mb (\d+): (.+)", line.strip())
+        if micro_batch is None:
+            break
+        classes.append(micro_batch)
+    if any(int(micro_batch[1]) != index for index, micro_batch in enumerate(classes)):
+        problem = "classes of micro-batches out of order"
+        raise ProgramError("parse_listing(...)", problem, "mb 0: ..., mb 1: ...")
+    effects = tuple(parse_effect(line) for line in rest[len(classes) :])
+    return Program(
+        int(match[1]), int(match[2]), effects, tuple(micro_batch[2] for micro_batch in classes)
+    )
 
 
 def parse_listing(text: str) -> tuple[Program, ...]:
@@ -306,4 +287,4 @@ def parse_listing(text: str) -> tuple[Program, ...]:
             parts.append([])
         if line.strip():
             parts[-1].append(line)
-    return tuple(Program.parse("\n".join(lines)) for lines in parts)
+    return tuple(map(_parse_program, parts))

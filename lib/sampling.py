@@ -4,7 +4,7 @@ import copy
 import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import attrs
 
@@ -192,38 +192,6 @@ class SamplingParams:
             del changed[0]
         return f"SamplingParams({', '.join(changed)})"
 
-    def for_request(self, eos_token_ids: Iterable[int], seed: int) -> Self:
-        """These parameters for one request: with all tokens that end it in `stop_token_ids`, and
-        with a seed.
-
-        Args:
-            eos_token_ids: the model's end-of-sequence tokens.
-            seed: the seed to use if these parameters have none.
-
-        Raises:
-            RequestError: no token can be drawn, because `min_tokens` bars all that are left: they
-                would end the request.
-        """
-        ends = () if self.ignore_eos else tuple(eos_token_ids)
-        stops = tuple(dict.fromkeys((*self.stop_token_ids, *ends)))
-        seed = seed if self.seed is None else self.seed
-        if self.logit_bias:
-            # A dict may have changed since it was checked, so let `__init__` check it again.
-            return attrs.evolve(self, stop_token_ids=stops, seed=seed)
-        # Without a dict all fields are immutable and checked: a copy costs less than `evolve`.
-        params = copy.copy(self)
-        for name, value in (("stop_token_ids", stops), ("seed", seed), ("logit_bias", {})):
-            object.__setattr__(params, name, value)
-        if fault := params._all_barred(_MOST_TOKENS):
-            raise RequestError(repr(params), *fault)
-        return params
-
-    def check_tokens(self, vocab_size: int, most_biased: int) -> None:
-        """Raise RequestError if the model does not have a token, if there are more biases than a
-        table holds, or if no token can be drawn."""
-        if fault := self._token_fault(vocab_size, most_biased):
-            raise RequestError(repr(self), *fault)
-
     def _token_fault(self, vocab_size: int, most_biased: int) -> tuple[str, str] | None:
         for name in ("logit_bias", "allowed_token_ids", "bad_token_ids", "stop_token_ids"):
             if wrong := [token for token in getattr(self, name) or () if token >= vocab_size]:
@@ -257,6 +225,40 @@ class SamplingParams:
                 )
             return problem, "allow one that is not in bad_token_ids"
         return None
+
+
+def for_request(params: SamplingParams, eos_token_ids: Iterable[int], seed: int) -> SamplingParams:
+    """These parameters for one request: with all tokens that end it in `stop_token_ids`, and
+    with a seed.
+
+    Args:
+        eos_token_ids: the model's end-of-sequence tokens.
+        seed: the seed to use if these parameters have none.
+
+    Raises:
+        RequestError: no token can be drawn, because `min_tokens` bars all that are left: they
+            would end the request.
+    """
+    ends = () if params.ignore_eos else tuple(eos_token_ids)
+    stops = tuple(dict.fromkeys((*params.stop_token_ids, *ends)))
+    seed = seed if params.seed is None else params.seed
+    if params.logit_bias:
+        # A dict may have changed since it was checked, so let `__init__` check it again.
+        return attrs.evolve(params, stop_token_ids=stops, seed=seed)
+    # Without a dict all fields are immutable and checked: a copy costs less than `evolve`.
+    params = copy.copy(params)
+    for name, value in (("stop_token_ids", stops), ("seed", seed), ("logit_bias", {})):
+        object.__setattr__(params, name, value)
+    if fault := params._all_barred(_MOST_TOKENS):
+        raise RequestError(repr(params), *fault)
+    return params
+
+
+def check_tokens(params: SamplingParams, vocab_size: int, most_biased: int) -> None:
+    """Raise RequestError if the model does not have a token, if there are more biases than a
+    table holds, or if no token can be drawn."""
+    if fault := params._token_fault(vocab_size, most_biased):
+        raise RequestError(repr(params), *fault)
 
 
 def is_text(value: Any) -> bool:

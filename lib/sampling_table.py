@@ -26,7 +26,7 @@ from weft.ops.sampling.logits import (
     Rules,
     pack_bits,
 )
-from weft.sampling import SamplingParams
+from weft.sampling import SamplingParams, check_tokens
 from weft.torchapi.private import to_device
 from weft.trees import pytree
 
@@ -130,7 +130,7 @@ def write_rows(
     """Write requests into rows of a table, in place.
 
     Args:
-        params: each request's parameters, as `for_request` returns them.
+        params: each request's parameters, as `weft.sampling.for_request` returns them.
         prompts: each request's token ids; EMBEDDED (-2) is not counted.
         generated: the token ids that a preempted request had generated before.
 
@@ -160,11 +160,11 @@ def _row_fault(
     table: SamplingTable, params: SamplingParams, prompt: Sequence[int], generated: Sequence[int]
 ) -> tuple[str, str] | None:
     if params.seed is None and params.temperature > 0:
-        return "a request that draws, without a seed", "params.for_request(eos_token_ids, seed)"
+        return "a request that draws, without a seed", "SamplingParams(temperature=..., seed=17)"
     if not table.vocab_size:
         return None
     vocab = table.vocab_size
-    params.check_tokens(vocab, table.bias.shape[1])
+    check_tokens(params, vocab, table.bias.shape[1])
     token_ids = {*prompt, *generated} - {EMBEDDED}
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab:
         wrong = next(

@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.batch import Batch, ResolvedBatch
+from weft.batch import Batch, ResolvedBatch, continues, owners_of
 from weft.carried import Carried
 from weft.display.summary import Summarized
 from weft.donation import donatable, donates
@@ -215,7 +215,7 @@ def admit(
         rows: the row of each request.
         pages: the pages that each request may fill, in order.
         sampling: each request's parameters, with its seed and all tokens that end it
-            (`SamplingParams.for_request`).
+            (`weft.sampling.for_request`).
         prompts: each request's token ids, which penalties count; EMBEDDED (-2) in place of an
             embedding.
         generated: the tokens that each request generated before it was preempted, and now reads
@@ -440,7 +440,7 @@ def _written(
     """The slot [num_tokens] that each token is written to. A recomputed token goes to the last
     page, which is scratch."""
     num_pages, page_size = kv_pages.shape[2:4]
-    owner, _ = batch.owners()
+    owner, _ = owners_of(batch)
     is_found = (slots >= 0) & (positions < num_recomputed_tokens[batch.rows][owner])
     return torch.where(is_found, (num_pages - 1) * page_size + positions % page_size, slots)
 
@@ -462,7 +462,7 @@ def _find_adapters(state: State, batch: Batch) -> tuple[Tensor | None, Tensor | 
     active = torch.full((count + 1,), -1, dtype=torch.int32, device=ordered.device).scatter(
         0, place, ordered
     )
-    owner, place = batch.owners()
+    owner, place = owners_of(batch)
     is_token = place < (batch.query_start_loc[1:] - batch.query_start_loc[:-1])[owner]
     return torch.where(is_token, of_requests[owner], -1), active[:count]
 
@@ -512,7 +512,7 @@ def _advance_verified(state: State, batch: Batch, out: Output, num_tokens: Tenso
     kept = rows >= 0
     # A request that continues has read one token for certain: its last one. The tokens after it are
     # drafts, of which `num_tokens - 1` are kept.
-    read = torch.where(batch.goes_on, 1, starts[1:] - starts[:-1])
+    read = torch.where(continues(batch), 1, starts[1:] - starts[:-1])
     moved = old + read + torch.where(batch.samples, num_tokens - 1, 0)
     state.positions[rows] = torch.where(kept, moved, old)
     ids = out.token_ids

@@ -23,7 +23,7 @@ They combine like any other strategies: `st.tuples(tensors(4, 4), batches())`,
 
 >>> from hypothesis import find, strategies as st
 >>> pairs = batches().flatmap(lambda b: st.tuples(st.just(b), ladders([b])))
->>> batch, ladder = find(pairs, lambda pair: not pair[0].descriptor.is_uniform)
+>>> batch, ladder = find(pairs, lambda pair: pair[0].descriptor.query_len is None)
 >>> all(d.covers(batch.descriptor) for d in ladder)
 True
 """

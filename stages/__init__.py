@@ -11,9 +11,8 @@ from weft.stages.config import ModelConfig
 from weft.stages.custom.functions import StageFunctions
 from weft.stages.custom.module import from_module
 from weft.stages.custom.sown import carry, sow
-from weft.stages.layout import balance, split_layers, split_model
+from weft.stages.layout import balance
 from weft.stages.params import slice_params
-from weft.stages.random_weights import random_model
 
 __all__ = [
     "DEMO",
@@ -28,10 +27,7 @@ __all__ = [
     "carry",
     "from_module",
     "load_config",
-    "random_model",
     "slice_params",
     "sow",
-    "split_layers",
-    "split_model",
     "weighted_values",
 ]

@@ -7,7 +7,7 @@ import torch
 
 from weft.arguments.checks import Rule, check_values, is_int
 from weft.errors import ConfigError, DeviceError, ProgramError, RequestError
-from weft.ops.attention.backends import BACKENDS, OWN, AttentionBackend
+from weft.ops.attention.backends import BACKENDS, OWN, AttentionBackend, check_support
 from weft.ops.register import FLOATS
 from weft.stages.config import ModelConfig
 from weft.stages.custom.functions import LEAVES
@@ -193,7 +193,8 @@ def check_backend(
     call: str,
 ) -> None:
     """Raise DeviceError or ProgramError unless an attention back end can run the model."""
-    backend.check(
+    check_support(
+        backend,
         call,
         device,
         dtype,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from weft.arguments.checks import kind_of
-from weft.batch import DRAFT, Batch, ResolvedBatch, find_owners
+from weft.batch import DRAFT, Batch, ResolvedBatch, continues, find_owners
 from weft.errors import ProgramError, RequestError
 from weft.ops.norm import rms_norm
 from weft.ops.products.linear import linear
@@ -321,7 +321,7 @@ def read_at(batch: Batch, num_drafts: int) -> Tensor:
         count = 1
     starts = batch.query_start_loc.to(torch.int64)
     last = starts[1:, None] - 1
-    first = torch.where(batch.goes_on[:, None], starts[:-1, None], last)
+    first = torch.where(continues(batch)[:, None], starts[:-1, None], last)
     ahead = torch.arange(count, device=starts.device)
     # Padding rows are empty, so that their last token would be -1.
     return torch.minimum(first + ahead, last).clamp(min=0)

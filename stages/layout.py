@@ -86,6 +86,12 @@ def _check_count(call: str, num_layers: int, num_stages: int) -> None:
         raise ProgramError(call, f"{num_layers} layers for {num_stages} stages", instead)
 
 
+def is_whole(layout: StageLayout, shard: tuple[int, int]) -> bool:
+    """Whether a part of a model has all layers, and all of each; `shard` is its share of a layer,
+    and the number of shares."""
+    return layout.num_stages == shard[1] == 1
+
+
 def split_layers(num_layers: int, num_stages: int) -> tuple[StageLayout, ...]:
     """Contiguous stages whose sizes differ by at most one.
 

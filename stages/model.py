@@ -46,7 +46,7 @@ from weft.stages.custom.sown import SownNames
 from weft.stages.decoder import decoder_stage
 from weft.stages.drafters.beside import check_beside, readers_beside
 from weft.stages.head import head
-from weft.stages.layout import StageLayout, split_layers
+from weft.stages.layout import StageLayout, is_whole, split_layers
 from weft.stages.params import DecoderParams, num_bytes
 from weft.stages.shares import AXIS, TensorRanks, check_leaves, share_config
 from weft.trees import OF_THIS_PROCESS
@@ -105,18 +105,6 @@ class Model:
         return split_layers(self.config.num_layers, 1)[0]
 
     @property
-    def is_whole(self) -> bool:
-        """Whether it has all layers, and all of each."""
-        return self.layout.num_stages == self.shard[1] == 1
-
-    @property
-    def own_config(self) -> ModelConfig:
-        """The configuration of this rank's share."""
-        if self.shard[1] == 1:
-            return self.config
-        return share_config(self.config, self.shard[1])
-
-    @property
     def device(self) -> torch.device:
         """The device of the weights."""
         return self.params.layers[0].input_layernorm.device
@@ -125,40 +113,6 @@ class Model:
     def dtype(self) -> torch.dtype:
         """The dtype of the weights."""
         return self.params.layers[0].input_layernorm.dtype
-
-    @property
-    def cache_dtype(self) -> torch.dtype:
-        """The dtype of the KV cache."""
-        return self.kv_dtype or self.dtype
-
-    @property
-    def weights(self) -> str:
-        """The dtype and a digest of the weights, which the ranks of a pipeline compare.
-
-        For a loaded model, the digest covers samples of the whole checkpoint, and the text says so
-        if any of 4 values sampled from each tensor has changed since loading. Without a checkpoint,
-        a whole model has a digest of those sampled values; a share, a digest of its norms, which
-        are the same on all ranks; and a stage has none.
-        """
-        if self.origin is None and self.layout.num_stages > 1:
-            return f"{self.dtype}, of no checkpoint"
-        if self.origin is None:
-            norms = [layer.input_layernorm for layer in self.params.layers], self.params.norm
-            return f"{self.dtype}, {digest_params(self.params if self.is_whole else norms)}"
-        return f"{self.dtype}, {self.origin.describe(self.params)}"
-
-    @property
-    def facts(self) -> dict[str, str]:
-        """The facts on which the ranks of a pipeline must agree: the configuration, the weights,
-        the stage functions and the dtype of the KV cache."""
-        fields = attrs.asdict(self.config, recurse=False)
-        stages = ", ".join((f"{self.functions}", *map(name_of, self.transforms)))
-        return {
-            **{f"config.{name}": str(value) for name, value in fields.items()},
-            "weights": self.weights,
-            "stages": stages,
-            "kv_dtype": f"{self.cache_dtype}",
-        }
 
     @names_arguments(**STAGES)
     def with_stages(
@@ -336,7 +290,7 @@ class Model:
         stage_options["ranks"] = (
             None if self.shard[1] == 1 else TensorRanks(AXIS, self.config.vocab_size)
         )
-        stage = decoder_stage(self.own_config, layout, **options, **stage_options)
+        stage = decoder_stage(rank_config(self), layout, **options, **stage_options)
         for transform in self.transforms:
             stage = transformed(stage, transform, layout)
         return stage
@@ -440,3 +394,52 @@ class Model:
 
     def _repr_html_(self) -> str:
         return self.params.table(repr(self))._repr_html_()
+
+
+def describe_weights(model: Model) -> str:
+    """The dtype and a digest of the weights, which the ranks of a pipeline compare.
+
+    For a loaded model, the digest covers samples of the whole checkpoint, and the text says so
+    if any of 4 values sampled from each tensor has changed since loading. Without a checkpoint,
+    a whole model has a digest of those sampled values; a share, a digest of its norms, which
+    are the same on all ranks; and a stage has none.
+    """
+    if model.origin is None and model.layout.num_stages > 1:
+        return f"{model.dtype}, of no checkpoint"
+    if model.origin is None:
+        if is_whole(model.layout, model.shard):
+            digest = digest_params(model.params)
+        else:
+            norms = [layer.input_layernorm for layer in model.params.layers]
+            digest = digest_params((norms, model.params.norm))
+        return f"{model.dtype}, {digest}"
+    return f"{model.dtype}, {model.origin.describe(model.params)}"
+
+
+def rank_config(model: Model) -> ModelConfig:
+    """The configuration of this rank's share."""
+    if model.shard[1] == 1:
+        return model.config
+    return share_config(model.config, model.shard[1])
+
+
+def cache_dtype(model: Model) -> torch.dtype:
+    """The dtype of the KV cache."""
+    return model.kv_dtype or model.dtype
+
+
+def model_facts(model: Model) -> dict[str, str]:
+    """The facts on which the ranks of a pipeline must agree: the configuration, the weights,
+    the stage functions and the dtype of the KV cache."""
+    fields = attrs.asdict(model.config, recurse=False)
+    stages = ", ".join((f"{model.functions}", *map(name_of, model.transforms)))
+    return {
+        **{f"config.{name}": str(value) for name, value in fields.items()},
+        "weights": describe_weights(model),
+        **{
+            f"beside {name}": describe_weights(other)
+            for name, other in sorted(model.functions.beside.items())
+        },
+        "stages": stages,
+        "kv_dtype": f"{cache_dtype(model)}",
+    }

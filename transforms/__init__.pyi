@@ -3,7 +3,6 @@ from .graphs.graphified import Graphified as Graphified
 from .graphs.ladder import MODES as MODES
 from .graphs.lower import Compiled as Compiled, Lowered as Lowered
 from .pipelines.checker import check as check
-from .pipelines.parts import join as join, split as split
 from .pipelines.pipeline import Pipelined as Pipelined
 from .pipelines.schedule import (
     Job as Job,

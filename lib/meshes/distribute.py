@@ -6,7 +6,7 @@ from torch import Tensor
 
 from weft.donation import refuse_donated_in
 from weft.errors import MeshError
-from weft.meshes.mesh import Mesh
+from weft.meshes.mesh import as_mesh
 from weft.meshes.placements import PerRank, is_placement, on_axes, part_of
 from weft.trees import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
@@ -40,7 +40,7 @@ def distribute(tree: Any, mesh: Any, placements: Any) -> tuple[Any, ...]:
     [(4, 4), (4, 4)]
     """
     call = f"weft.distribute(tree, {mesh!s:.80}, ...)"
-    resolved_mesh = Mesh.of(mesh, call)
+    resolved_mesh = as_mesh(mesh, call)
     refuse_donated_in(call, tree=tree)
     placed, below, structure = match_placements(placements, tree, call, "placements")
     if any(isinstance(one, PerRank) for one in placed):

@@ -24,8 +24,8 @@ class Mesh:
             number >= 1.
 
     >>> mesh = Mesh(pipeline=2, tensor=2)
-    >>> mesh.num_ranks, mesh.coordinates(3), mesh.group(3, "tensor")
-    (4, {'pipeline': 1, 'tensor': 1}, (2, 3))
+    >>> mesh.num_ranks, mesh.sizes
+    (4, {'pipeline': 2, 'tensor': 2})
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -47,30 +47,6 @@ class Mesh:
             )
         self.__attrs_init__(tuple(sizes.items()))
 
-    @classmethod
-    def of(cls, mesh: Any, call: str) -> "Mesh":
-        """The mesh for a `Mesh`, a dict of sizes, or a `torch.distributed.device_mesh.DeviceMesh`,
-        whose ranks are numbered by their places in it.
-        """
-        if isinstance(mesh, Mesh):
-            return mesh
-        if isinstance(mesh, Mapping):
-            return cls(**mesh)
-        # By its attributes, because an import of torch's class would take long.
-        names = getattr(mesh, "mesh_dim_names", None)
-        shape = getattr(mesh, "shape", None)
-        if names and shape is not None:
-            return cls(**dict(zip(names, map(int, shape), strict=True)))
-        if shape is not None and hasattr(mesh, "mesh_dim_names"):
-            kind = "a DeviceMesh without names"
-        else:
-            kind = kind_of(mesh)
-        raise MeshError(
-            call,
-            f"mesh is {kind}",
-            'weft.Mesh(tensor=2), or a DeviceMesh with mesh_dim_names=("tensor",)',
-        )
-
     @property
     def sizes(self) -> dict[str, int]:
         """The number of ranks along each axis."""
@@ -81,26 +57,53 @@ class Mesh:
         """The number of ranks."""
         return math.prod(self.sizes.values())
 
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """The place of a rank along each axis."""
-        coordinates = dict[str, int]()
-        for name, size in reversed(self.axes):
-            rank, coordinates[name] = divmod(rank, size)
-        return {name: coordinates[name] for name, _ in self.axes}
-
-    def stride(self, axis: str) -> int:
-        """The difference between the numbers of neighbours along an axis."""
-        names = [name for name, _ in self.axes]
-        return math.prod(size for _, size in self.axes[names.index(axis) + 1 :])
-
-    def group(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The ranks that differ from `rank` only in their place along `axis`, and `rank` itself, in
-        order."""
-        first = rank - self.coordinates(rank)[axis] * self.stride(axis)
-        return tuple(first + index * self.stride(axis) for index in range(self.sizes[axis]))
-
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.num_ranks))
 
     def __str__(self) -> str:
         return f"Mesh({', '.join(f'{name}={size}' for name, size in self.axes)})"
+
+
+def as_mesh(mesh: Any, call: str) -> "Mesh":
+    """The mesh for a `Mesh`, a dict of sizes, or a `torch.distributed.device_mesh.DeviceMesh`,
+    whose ranks are numbered by their places in it.
+    """
+    if isinstance(mesh, Mesh):
+        return mesh
+    if isinstance(mesh, Mapping):
+        return Mesh(**mesh)
+    # By its attributes, because an import of torch's class would take long.
+    names = getattr(mesh, "mesh_dim_names", None)
+    shape = getattr(mesh, "shape", None)
+    if names and shape is not None:
+        return Mesh(**dict(zip(names, map(int, shape), strict=True)))
+    if shape is not None and hasattr(mesh, "mesh_dim_names"):
+        kind = "a DeviceMesh without names"
+    else:
+        kind = kind_of(mesh)
+    raise MeshError(
+        call,
+        f"mesh is {kind}",
+        'weft.Mesh(tensor=2), or a DeviceMesh with mesh_dim_names=("tensor",)',
+    )
+
+
+def coordinates_of(mesh: Mesh, rank: int) -> dict[str, int]:
+    """The place of a rank along each axis."""
+    coordinates = dict[str, int]()
+    for name, size in reversed(mesh.axes):
+        rank, coordinates[name] = divmod(rank, size)
+    return {name: coordinates[name] for name, _ in mesh.axes}
+
+
+def stride_of(mesh: Mesh, axis: str) -> int:
+    """The difference between the numbers of neighbours along an axis."""
+    names = [name for name, _ in mesh.axes]
+    return math.prod(size for _, size in mesh.axes[names.index(axis) + 1 :])
+
+
+def group_of(mesh: Mesh, rank: int, axis: str) -> tuple[int, ...]:
+    """The ranks that differ from `rank` only in their place along `axis`, and `rank` itself, in
+    order."""
+    first = rank - coordinates_of(mesh, rank)[axis] * stride_of(mesh, axis)
+    return tuple(first + index * stride_of(mesh, axis) for index in range(mesh.sizes[axis]))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.arguments.checks import kind_of
 from weft.errors import MeshError
-from weft.meshes.mesh import Mesh
+from weft.meshes.mesh import Mesh, coordinates_of, group_of
 from weft.ops.products.parts import balanced
 
 # The functions that combine the values of two ranks.
@@ -215,7 +215,7 @@ def _by_dimension(layout: Layout, ndim: int) -> tuple[Any, Any]:
 def part_key(layout: Layout, mesh: Mesh, rank: int) -> Hashable:
     """A key that is the same for two ranks if they hold equal parts of every tensor with this
     layout."""
-    place = mesh.coordinates(rank)
+    place = coordinates_of(mesh, rank)
     key: list[Hashable] = []
     for axis, placement in layout:
         match placement:
@@ -235,7 +235,7 @@ def part_of(value: Tensor, layout: Layout, mesh: Mesh, rank: int, call: str) -> 
     Raises:
         MeshError: the tensor lacks a dimension, or the ranks cannot share it evenly.
     """
-    place = mesh.coordinates(rank)
+    place = coordinates_of(mesh, rank)
     for axis, placement in layout:
         match placement:
             case Shard(dim):
@@ -267,9 +267,9 @@ def whole_of(parts: Sequence[Tensor], layout: Layout, mesh: Mesh) -> Tensor:
     # The cuts are undone in reverse order; after each axis, only its first ranks remain.
     by_rank = dict(enumerate(parts))
     for axis, placement in reversed(layout):
-        firsts = [rank for rank in by_rank if not mesh.coordinates(rank)[axis]]
+        firsts = [rank for rank in by_rank if not coordinates_of(mesh, rank)[axis]]
         by_rank = {
-            first: _joined([by_rank[rank] for rank in mesh.group(first, axis)], placement)
+            first: _joined([by_rank[rank] for rank in group_of(mesh, first, axis)], placement)
             for first in firsts
         }
     (whole,) = by_rank.values()

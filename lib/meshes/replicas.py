@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.meshes.mesh import Mesh
+from weft.meshes.mesh import Mesh, group_of
 from weft.meshes.placements import Layout, Replicate
 from weft.torchapi.private import (
     in_dispatch_mode,
@@ -82,7 +82,7 @@ def replicas(layout: Layout, mesh: Mesh) -> tuple[tuple[str, tuple[int, ...]], .
     return tuple(
         (axis, ranks)
         for axis in axes
-        for ranks in dict.fromkeys(mesh.group(rank, axis) for rank in mesh)
+        for ranks in dict.fromkeys(group_of(mesh, rank, axis) for rank in mesh)
     )
 
 

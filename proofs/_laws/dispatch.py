@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from weft.batch import Batch
-from weft.descriptor import BatchDescriptor
+from weft.descriptor import BatchDescriptor, is_uniform
 from weft.donation import declare_donated
 from weft.proofs._laws.compare import larger, whole
 from weft.proofs._strategies.images import ImageScenario, Resolution
@@ -162,7 +162,7 @@ def class_is_kept(
         state, out = graph(params, state, batch)
         expected = dispatch(descriptor, ladder).descriptor
         codes = sorted(set(out.logprobs.tolist()))
-        if not descriptor.is_uniform and any(code % 2 for code in codes):
+        if not is_uniform(descriptor) and any(code % 2 for code in codes):
             raise LawViolation(f"L7 class is kept: a uniform graph ran for '{descriptor}'")
         if codes != [_code(expected)]:
             loras = [int(code // 2) for code in codes]
@@ -173,4 +173,4 @@ def class_is_kept(
 
 def _code(descriptor: BatchDescriptor) -> float:
     """A number that differs between classes of the same size."""
-    return float(descriptor.is_uniform + 2 * descriptor.num_active_loras)
+    return float(is_uniform(descriptor) + 2 * descriptor.num_active_loras)

@@ -9,6 +9,7 @@ from weft.proofs._laws.compare import whole
 from weft.proofs._strategies.captures.functions import Function
 from weft.proofs._strategies.models import Scenario
 from weft.proofs.checks.difference import LawViolation, assert_equal
+from weft.transforms.graphs.graphified import num_pieces
 from weft.transforms.graphs.graphify import graphify, piecewise
 from weft.trees import tree_map
 
@@ -34,10 +35,9 @@ def pieces_are_the_whole(
         assert_equal("L5 pieces are the whole: output", result, other)
         assert_equal("L5 pieces are the whole: state", states[0], states[2])
         assert_equal("L5 pieces are the whole: state", states[0], states[1])
-    if any(n != scenario.config.num_layers + 1 for n in pieces.num_pieces()):
+    if any(n != scenario.config.num_layers + 1 for n in num_pieces(pieces)):
         raise LawViolation(
-            f"L5 pieces are the whole: {pieces.num_pieces()} for {scenario.config.num_layers}"
-            " layers"
+            f"L5 pieces are the whole: {num_pieces(pieces)} for {scenario.config.num_layers} layers"
         )
 
 
@@ -57,5 +57,5 @@ def pieces_are_the_whole_on_functions(function: Function, device: str = "cpu") -
         other, result = cut(params, other, x)
         assert_equal("L5 pieces are the whole: output", result, out)
         assert_equal("L5 pieces are the whole: state", other, state)
-    if any(n != len(names) + 1 for n in cut.num_pieces()):
-        raise LawViolation(f"L5 pieces are the whole: {cut.num_pieces()} pieces for {names}")
+    if any(n != len(names) + 1 for n in num_pieces(cut)):
+        raise LawViolation(f"L5 pieces are the whole: {num_pieces(cut)} pieces for {names}")

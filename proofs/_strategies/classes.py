@@ -53,7 +53,7 @@ def batches(
         vocab_size: token ids are less than this.
 
     >>> from hypothesis import find
-    >>> find(batches(), lambda b: b.descriptor.is_uniform).descriptor
+    >>> find(batches(), lambda b: b.descriptor.query_len is not None).descriptor
     BatchDescriptor(num_tokens=1, num_reqs=1, query_len=1, num_active_loras=0)
     """
     rows = draw(st.lists(st.sampled_from(range(max_reqs)), min_size=1, unique=True))

@@ -19,7 +19,7 @@ from weft.stages.layout import StageLayout, empty_states, split_layers
 from weft.stages.params import slice_params
 from weft.stages.random_weights import random_params
 from weft.state import State, admit
-from weft.transforms.engine.requests.prompts import PromptContent, read_content
+from weft.transforms.engine.requests.prompts import PromptContent, ids_of, read_content
 from weft.transforms.engine.steps.step import batch_embeds, batch_positions
 from weft.trees import tree_map
 
@@ -353,7 +353,7 @@ def scenarios(
     drawn_images = [draw(image) for image in strategies]
     return Scenario(
         config,
-        tuple(tuple(image.ids) for image in drawn_images) or tuple(map(tuple, prompts)),
+        tuple(tuple(ids_of(image)) for image in drawn_images) or tuple(map(tuple, prompts)),
         tuple(moves),
         tuple(uniform),
         draw(st.sampled_from((2, 4, 16))),

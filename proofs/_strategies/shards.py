@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.donation import donates
 from weft.errors import MeshError
-from weft.meshes.mesh import Mesh
+from weft.meshes.mesh import Mesh, stride_of
 from weft.meshes.placements import Partial, PerRank, Placement, Placements, Replicate, Shard
 from weft.ops.transfers.collective import (
     all_gather,
@@ -429,7 +429,7 @@ class Disagreement:
     def fn(self, params: Any, state: Any, x: Tensor) -> Any:
         """The function of one rank's part, with the collectives on which the ranks disagree."""
         mesh = self.function.mesh
-        rank = sum(axis_index(axis) * mesh.stride(axis) for axis in mesh.sizes)
+        rank = sum(axis_index(axis) * stride_of(mesh, axis) for axis in mesh.sizes)
         meets = DISAGREEMENTS[self.how][rank == self.rank]
         if self.is_first:
             meets(x, self.axis)

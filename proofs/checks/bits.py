@@ -18,6 +18,7 @@ from weft.proofs.checks.search import copies
 from weft.proofs.checks.subject import Arguments, Subject
 from weft.settings import batch_invariant
 from weft.torchapi.watching import OperatorWatch
+from weft.transforms.graphs.graphified import roles_of
 from weft.transforms.pipelines.microbatch import microbatch
 from weft.trees import find_descriptors, tree_leaves
 
@@ -33,7 +34,7 @@ def wants_rows(subject: Subject) -> str:
 
 
 def _is_step(subject: Subject) -> bool:
-    return len(subject.graph.roles.signature.parameters) == 3
+    return len(roles_of(subject.graph).signature.parameters) == 3
 
 
 def same_bits(subject: Subject, calls: Sequence[Arguments], seen_by: Callable[[Any], Any]) -> int:

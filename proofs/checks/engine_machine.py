@@ -20,7 +20,7 @@ from weft.sampling import SamplingParams
 from weft.stages.adapters.adapter import Adapter
 from weft.stages.model import Model
 from weft.transforms.engine.completion import CompletionState
-from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.engine import Engine, is_under_way, num_unfinished
 from weft.transforms.engine.options import EngineLimits, Speculation, check_engine
 from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.engine.requests.masks import Mask
@@ -313,12 +313,12 @@ class EngineMachine(RuleBasedStateMachine):
         self._take(outputs)
         self._look(outputs)
 
-    @precondition(lambda self: self.engine.num_unfinished > 1)
+    @precondition(lambda self: num_unfinished(self.engine) > 1)
     @rule(seed=SEEDS)
     def abort(self, seed: int) -> None:
         """Abort a request."""
         name = random.Random(seed).choice(
-            [name for name in self._added if self.engine.is_under_way(name)]
+            [name for name in self._added if is_under_way(self.engine, name)]
         )
         _note(f"engine.abort({name!r})")
         # A masked request does not run ahead: its next mask needs its last token.

@@ -15,7 +15,7 @@ from weft.proofs.checks.fresh import FreshProcesses
 from weft.proofs.checks.search import copies
 from weft.transforms.graphs.calls.call import invoke
 from weft.transforms.graphs.calls.results import find_next_value
-from weft.transforms.graphs.graphified import Graphified
+from weft.transforms.graphs.graphified import Graphified, roles_of
 from weft.trees import find_descriptors, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 from weft.value_keys import value_key
 
@@ -100,7 +100,7 @@ class Subject:
 
     def call(self, fn: Callable[..., Any], arguments: Arguments) -> Any:
         """Call the function, or a transform of it, with arguments by name."""
-        return invoke(fn, self.graph.roles, arguments)
+        return invoke(fn, roles_of(self.graph), arguments)
 
     def bind(self, args: Any) -> Arguments:
         """The arguments by name, with defaults for those that were not given.
@@ -108,7 +108,7 @@ class Subject:
         Raises:
             CheckError: the function has no such arguments.
         """
-        signature = self.graph.roles.signature
+        signature = roles_of(self.graph).signature
         try:
             if isinstance(args, tuple):
                 bound = signature.bind(*args)
@@ -132,19 +132,19 @@ class Subject:
     def referenced(self, arguments: Arguments) -> Arguments:
         """The arguments that a graph reads in place."""
         return {
-            name: arguments[name] for name in self.graph.roles.by_reference if name in arguments
+            name: arguments[name] for name in roles_of(self.graph).by_reference if name in arguments
         }
 
     def donated(self, arguments: Arguments) -> Arguments:
         """The donated arguments, whose storage the function takes over."""
-        return {name: arguments[name] for name in self.graph.roles.donated if name in arguments}
+        return {name: arguments[name] for name in roles_of(self.graph).donated if name in arguments}
 
     def copied(self, arguments: Arguments) -> Arguments:
         """The arguments that a graph copies before it is replayed."""
         return {
             name: value
             for name, value in arguments.items()
-            if name not in self.graph.roles.by_reference
+            if name not in roles_of(self.graph).by_reference
         }
 
     def expect(

@@ -15,6 +15,7 @@ from weft.proofs.checks.search import copies
 from weft.proofs.checks.subject import Arguments, Subject
 from weft.state import State
 from weft.transforms.graphs.calls.borrowing import lends
+from weft.transforms.graphs.graphified import roles_of
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.microbatch import microbatch
 from weft.trees import find_descriptors, tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -59,7 +60,7 @@ def pure(subject: Subject, calls: Calls) -> int:
         kept = {
             name: value
             for name, value in arguments.items()
-            if name not in subject.graph.roles.donated
+            if name not in roles_of(subject.graph).donated
         }
         subject.expect(kept, {name: call[name] for name in kept}, ("after the call", "as passed"))
     # In reverse order, so that each call follows other calls than the first time.

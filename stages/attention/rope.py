@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.arguments.json_text import Fields
-from weft.batch import Batch, ResolvedBatch
+from weft.batch import Batch, ResolvedBatch, owners_of
 from weft.ops.rotary import turn_tables
 from weft.outputs import IntermediateTensors
 from weft.state import State
@@ -396,7 +396,7 @@ def mrope_positions(state: State, batch: Batch, resolved: ResolvedBatch) -> Tens
     so a decode batch needs only rows. A request of text alone has the delta 0, and three equal
     positions rotate a head as a single one does.
     """
-    owner, _ = batch.owners()
+    owner, _ = owners_of(batch)
     in_order = (resolved.positions + state.mrope_position_deltas[batch.rows[owner]])[:, None]
     if batch.positions is None:
         return in_order.repeat(1, 3)

@@ -10,7 +10,12 @@ from weft.arguments.checks import Rule, check_values, is_int, other_signature
 from weft.batch import Batch, ResolvedBatch
 from weft.descriptor import CAPABILITIES
 from weft.errors import ProgramError
-from weft.ops.attention.backends import AttentionBackend
+from weft.ops.attention.backends import (
+    AttentionBackend,
+    can_run_inside,
+    check_kernel_pages,
+    is_paged_operator,
+)
 from weft.ops.products.fp8 import Quantized
 from weft.outputs import IntermediateTensors, Output
 from weft.stages.config import ModelConfig
@@ -137,11 +142,6 @@ class StageFunctions:
     reduction_leaves: int = 1
 
     @property
-    def policy(self) -> str:
-        """One of `PREFIX_CACHING`."""
-        return self.prefix_caching or ("none" if self.captures or self.carries else "full")
-
-    @property
     def _readers(self) -> list["StageFunctions"]:
         """The functions of all models that run in a step, this model's first."""
         return [self, *(model.functions for model in self.beside.values())]
@@ -151,37 +151,6 @@ class StageFunctions:
         return [
             reader.attend for reader in self._readers if isinstance(reader.attend, AttentionBackend)
         ]
-
-    @property
-    def capability(self) -> str:
-        """The graphs in which the attention can run, one of `weft.descriptor.CAPABILITIES`."""
-        return min(
-            (backend.capability for backend in self._backends),
-            key=CAPABILITIES.index,
-            default="full",
-        )
-
-    @property
-    def inside(self) -> Callable[[int | None], bool] | None:
-        """A function from a query length (None: ragged) to whether the attention runs inside a
-        graph of that class, so that a piecewise graph would have no operator to be cut at; None if
-        the attention is that operator."""
-        if any(each.attend is None and each.attention is None for each in self._readers):
-            return None
-        if any(each.is_operator for each in self._backends):
-            return None
-        return lambda query_len: all(backend.runs_inside(query_len) for backend in self._backends)
-
-    @property
-    def page_size(self) -> int:
-        """The default number of tokens per page: 16 if the attention has kernels for it."""
-        sizes = [each.page_sizes for each in self._backends if each.page_sizes]
-        return next((each[0] for each in sizes if _PAGE_SIZE not in each), _PAGE_SIZE)
-
-    def check_pages(self, call: str, page_size: int) -> None:
-        """Raise ProgramError unless the attention has kernels for pages of this size."""
-        for backend in self._backends:
-            backend.check_pages(call, page_size)
 
     def __str__(self) -> str:
         named = {
@@ -195,11 +164,52 @@ class StageFunctions:
             parts += [
                 f"{kind} {name}: {list(x.shape)} {x.dtype}" for name, x in sorted(tensors.items())
             ]
-        parts += [f"beside {name}: {model.weights}" for name, model in sorted(self.beside.items())]
+        parts += [f"beside {name}" for name in sorted(self.beside)]
         parts += ["batch invariant"] if self.batch_invariant else []
         parts += [f"{self.reduction_leaves} reduction leaves"] if self.reduction_leaves != 1 else []
         parts += [] if self.prefix_caching is None else [f"prefix_caching={self.prefix_caching}"]
         return ", ".join(parts) or "the decoder's own"
+
+
+def capability_of(functions: StageFunctions) -> str:
+    """The graphs in which the attention can run, one of `weft.descriptor.CAPABILITIES`."""
+    return min(
+        (backend.capability for backend in functions._backends),
+        key=CAPABILITIES.index,
+        default="full",
+    )
+
+
+def runs_inside(functions: StageFunctions) -> Callable[[int | None], bool] | None:
+    """A function from a query length (None: ragged) to whether the attention runs inside a
+    graph of that class, so that a piecewise graph would have no operator to be cut at; None if
+    the attention is that operator."""
+    if any(each.attend is None and each.attention is None for each in functions._readers):
+        return None
+    if any(is_paged_operator(each) for each in functions._backends):
+        return None
+    return lambda query_len: all(
+        can_run_inside(backend, query_len) for backend in functions._backends
+    )
+
+
+def default_page_size(functions: StageFunctions) -> int:
+    """The default number of tokens per page: 16 if the attention has kernels for it."""
+    sizes = [each.page_sizes for each in functions._backends if each.page_sizes]
+    return next((each[0] for each in sizes if _PAGE_SIZE not in each), _PAGE_SIZE)
+
+
+def caching_policy(functions: StageFunctions) -> str:
+    """One of `PREFIX_CACHING`."""
+    return functions.prefix_caching or (
+        "none" if functions.captures or functions.carries else "full"
+    )
+
+
+def check_page_size(functions: StageFunctions, call: str, page_size: int) -> None:
+    """Raise ProgramError unless the attention has kernels for pages of this size."""
+    for backend in functions._backends:
+        check_kernel_pages(backend, call, page_size)
 
 
 # No custom functions: the decoder's own.

@@ -19,6 +19,7 @@ from weft.stages.decoder import BLOCKS
 from weft.stages.head import head
 from weft.stages.inputs import embed
 from weft.stages.layers import run_layers
+from weft.stages.layout import is_whole
 from weft.stages.params import DecoderParams, head_fault
 from weft.state import State
 from weft.torchapi.private import to_device
@@ -108,7 +109,7 @@ def check_beside(call: str, model: Any, beside: Mapping[str, Any]) -> None:
                 functions.logits,
                 other.transforms,
             )
-            place = other.device, other.is_whole, other.config.vocab_size
+            place = other.device, is_whole(other.layout, other.shard), other.config.vocab_size
             if not any(more) and place == (model.device, True, size):
                 continue
             if any(more):

@@ -12,7 +12,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.batch import DRAFT, LAST_TOKEN, SCRATCH_ROW, Batch, ResolvedBatch
+from weft.batch import DRAFT, LAST_TOKEN, SCRATCH_ROW, Batch, ResolvedBatch, continues, owners_of
 from weft.descriptor import BatchDescriptor
 from weft.donation import donates
 from weft.errors import DerivativeError
@@ -68,7 +68,7 @@ def fill_in(state: State, batch: Batch, drafts: Tensor) -> Batch:
         drafts: [num_reqs, k] int64, in order; negative: no draft.
     """
     assert state.drafting is not None, "a stage that verifies has a state with drafting"
-    owner, place = batch.owners()
+    owner, place = owners_of(batch)
     row = batch.rows[owner]
     draft = drafts[owner, (place.to(torch.int64) - 1).clamp(0, drafts.shape[1] - 1)]
     useful = (batch.input_ids == DRAFT) & (draft >= 0)
@@ -179,7 +179,7 @@ def _last_tokens(batch: Batch) -> Batch:
     count = len(batch.rows)
     return Batch(
         BatchDescriptor.uniform(count),
-        torch.where(batch.goes_on, batch.rows, SCRATCH_ROW),
+        torch.where(continues(batch), batch.rows, SCRATCH_ROW),
         torch.full_like(batch.rows, LAST_TOKEN),
         torch.arange(count + 1, dtype=torch.int32, device=batch.rows.device),
         batch.samples,

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from weft.batch import LAST_TOKEN, Batch, ResolvedBatch
-from weft.descriptor import BatchDescriptor
+from weft.descriptor import BatchDescriptor, is_uniform
 from weft.errors import DescriptorError, ProgramError
 from weft.outputs import PerRequest, PerToken
 from weft.padding import pad
@@ -64,7 +64,7 @@ def test_ragged_keeps_each_requests_tokens_apart(ids: list[list[int]]) -> None:
 
 
 def test_one_token_prefills_are_ragged_whatever_their_shape() -> None:
-    assert Batch.ragged([0, 1], [[4], [5]]).descriptor.is_uniform is False
+    assert is_uniform(Batch.ragged([0, 1], [[4], [5]]).descriptor) is False
     assert Batch.ragged([0, 1], [[LAST_TOKEN]] * 2).descriptor != Batch.decode([0, 1]).descriptor
 
 

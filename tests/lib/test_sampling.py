@@ -28,7 +28,7 @@ from weft.ops.sampling.logits import (
 )
 from weft.proofs import assert_equal
 from weft.proofs.strategies import sampling_params
-from weft.sampling import SamplingParams
+from weft.sampling import SamplingParams, check_tokens, for_request
 from weft.sampling_table import SamplingTable, features, write_rows
 
 FAST = settings(deadline=None, max_examples=60)
@@ -169,12 +169,12 @@ def test_allowed_and_bad_must_leave_a_token() -> None:
         SamplingParams(allowed_token_ids=[1, 2], bad_token_ids=[2, 1, 5])
     SamplingParams(allowed_token_ids=[1, 2], bad_token_ids=[2, 5])
     with pytest.raises(RequestError, match="saw: all 3 tokens barred"):
-        SamplingParams(bad_token_ids=[0, 1], stop_token_ids=[2], min_tokens=1).check_tokens(3, 9)
+        check_tokens(SamplingParams(bad_token_ids=[0, 1], stop_token_ids=[2], min_tokens=1), 3, 9)
     with pytest.raises(
         RequestError, match=r"saw: all allowed tokens barred(.|\n)*min_tokens bars those that end"
     ):
-        SamplingParams(allowed_token_ids=[7], min_tokens=2).for_request([7], 0)
-    SamplingParams(allowed_token_ids=[7]).for_request([7], 0)
+        for_request(SamplingParams(allowed_token_ids=[7], min_tokens=2), [7], 0)
+    for_request(SamplingParams(allowed_token_ids=[7]), [7], 0)
 
 
 @pytest.mark.parametrize(
@@ -182,12 +182,12 @@ def test_allowed_and_bad_must_leave_a_token() -> None:
 )
 def test_tokens_that_a_model_does_not_have_are_refused(name: str) -> None:
     params = SamplingParams(**{name: {5: 1.0} if name == "logit_bias" else [5]})
-    params.check_tokens(6, 1)
+    check_tokens(params, 6, 1)
     with pytest.raises(
         RequestError,
         match=rf"saw: {name} holds 5\n  instead: token ids of this model go from 0 to 4",
     ):
-        params.check_tokens(5, 1)
+        check_tokens(params, 5, 1)
 
 
 def test_more_biases_than_a_table_holds_are_refused() -> None:
@@ -195,14 +195,14 @@ def test_more_biases_than_a_table_holds_are_refused() -> None:
         RequestError,
         match=r"2 tokens in logit_bias; .*\n  instead: State.zeros\(..., max_biased=2\)",
     ):
-        SamplingParams(logit_bias={0: 1, 1: 1}).check_tokens(9, 1)
+        check_tokens(SamplingParams(logit_bias={0: 1, 1: 1}), 9, 1)
 
 
 def test_for_request_fills_in_what_ends_it_and_the_seed() -> None:
-    params = SamplingParams(stop_token_ids=[3, 4]).for_request([4, 9], 17)
+    params = for_request(SamplingParams(stop_token_ids=[3, 4]), [4, 9], 17)
     assert (params.stop_token_ids, params.seed) == ((3, 4, 9), 17)
     seeded = SamplingParams(temperature=1.0, seed=5, ignore_eos=True)
-    assert seeded.for_request([4], 17) == seeded
+    assert for_request(seeded, [4], 17) == seeded
 
 
 def test_collections_are_taken_as_they_come() -> None:
@@ -301,7 +301,7 @@ def test_tokens_of_a_prompt_that_a_model_does_not_have_are_refused(
 
 def test_a_request_that_draws_needs_a_seed() -> None:
     with pytest.raises(
-        RequestError, match=r"without a seed\n  instead: params.for_request\(eos_token_ids, seed\)"
+        RequestError, match=r"without a seed\n  instead: SamplingParams\(temperature=..., seed=17\)"
     ):
         write_rows(
             SamplingTable.zeros(2, VOCAB, 4, "cpu"),

@@ -22,6 +22,7 @@ from weft.proofs._strategies.engine.invariant import (
 from weft.proofs.evidence.mutants.bits import BITS
 from weft.proofs.evidence.mutants.mutant import replace
 from weft.stages.architectures import ARCHITECTURES
+from weft.transforms.engine.requests.prompts import ids_of
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.transports.launch import launch
 
@@ -47,7 +48,7 @@ def draw_cases(count: int, **options: Any) -> list[InvariantLoad]:
 
 
 def has_image(case: InvariantLoad) -> bool:
-    return any(prompt is not None and EMBEDDED in prompt.ids for prompt in case.prompts)
+    return any(prompt is not None and EMBEDDED in ids_of(prompt) for prompt in case.prompts)
 
 
 def test_the_kinds_are_of_all_architectures() -> None:

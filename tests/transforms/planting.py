@@ -6,8 +6,9 @@ import attrs
 import pytest
 import torch
 
-from weft.effects import Effect, Program, Schema, TensorSchema, parse_effect
+from weft.effects import Effect, Program, parse_effect
 from weft.errors import ProgramError
+from weft.schema import Schema, TensorSchema
 from weft.transforms.pipelines.checker import check
 from weft.transforms.pipelines.schedule import streaming
 

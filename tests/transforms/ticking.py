@@ -8,7 +8,8 @@ from typing import Any
 import attrs
 from hypothesis import strategies as st
 
-from weft.effects import AllReduce, Broadcast, Collective, Effect, Fence, Program, Recv, Run, Send
+from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send
+from weft.meshes.collectives import AllReduce, Collective
 from weft.transforms.pipelines.schedule import Job, make_programs
 from weft.transforms.pipelines.timing.costs import Costs
 

@@ -7,6 +7,7 @@ from weft.arguments.json_text import write_json
 from weft.display.quantities import counted
 from weft.display.tables import Table
 from weft.stages.adapters.adapter import load_adapter
+from weft.stages.custom.functions import default_page_size
 from weft.transforms.cli.options import Verify
 from weft.transforms.cli.printing import show
 from weft.transforms.cli.ranks import Here, in_ranks, open_drafts, open_model, read_config
@@ -38,7 +39,7 @@ def _verify(here: Here, options: Verify, certificates: list[Certificate]) -> lis
     limits = EngineLimits(
         max_num_reqs=min(options.max_num_seqs, len(certificates)),
         max_num_tokens=options.max_num_tokens,
-        page_size=model.functions.page_size,
+        page_size=default_page_size(model.functions),
     )
     return verify(
         certificates,

@@ -16,11 +16,19 @@ from weft.arguments.equivalents import ENGINE, for_add
 from weft.errors import EngineError, WeftError
 from weft.sampling import SamplingParams
 from weft.stages.adapters.adapter import Adapter
+from weft.stages.custom.functions import capability_of
 from weft.stages.model import Model
 from weft.torchapi.ranges import profile_range
 from weft.transforms.engine.calls import Calls
 from weft.transforms.engine.memory import cache_bytes
-from weft.transforms.engine.options import EngineLimits, Speculation, check_engine, query_lens
+from weft.transforms.engine.options import (
+    EngineLimits,
+    Speculation,
+    check_draft_model,
+    check_engine,
+    query_lens,
+    resolve_limits,
+)
 from weft.transforms.engine.outputs import (
     OutputProcessor,
     RequestOutput,
@@ -131,9 +139,9 @@ class Engine:
         split = Split(self.transport, pipeline, tensor or model.shard[1])
         split.check(call, model, backend)
         if speculation is not None:
-            speculation.check(call, model, 0 in split.here)
+            check_draft_model(speculation, call, model, 0 in split.here)
         # Resolved once, here, so that a mode that the attention cannot run in warns only once.
-        graph = mode_within(call, graph, query_lens(speculation), model.functions.capability)
+        graph = mode_within(call, graph, query_lens(speculation), capability_of(model.functions))
         self._is_distributed = split.is_distributed
         self._decides = 0 in self.transport.ranks(split.num_stages * split.num_shards)
         limits = limits or EngineLimits()
@@ -152,7 +160,7 @@ class Engine:
             num_logprobs=num_logprobs,
             backend=backend,
         )
-        self.limits = limits.resolve(model, split, speculation, executor)
+        self.limits = resolve_limits(limits, model, split, speculation, executor)
         if seed is None:
             # Ranks sample the same tokens only from the same seed, so rank 0 draws it.
             own_seed = self.transport.share(secrets.randbits(62))
@@ -199,7 +207,7 @@ class Engine:
         ended = "; ended by what a step raised" * self._calls.is_broken
         return (
             f"<Engine of {name}; graphified steps here: {graphs}; requests under way:"
-            f" {self.num_unfinished}{ended}>"
+            f" {num_unfinished(self)}{ended}>"
         )
 
     @names_arguments(**for_add(attrs.fields_dict(SamplingParams)))
@@ -375,22 +383,13 @@ class Engine:
         )
 
     @property
-    def num_unfinished(self) -> int:
-        """Requests that have not ended."""
-        return len(self._outputs)
-
-    @property
     def is_idle(self) -> bool:
         """Whether no request is left, no launched step is unread, and no output is unreturned."""
         return not (
             len(self._outputs) or self._pending or self._unreturned or self._executor.num_running
         )
 
-    def is_under_way(self, id: str) -> bool:
-        """Whether there is a request of that id that has not ended."""
-        return id in self._outputs
-
-    def is_ready(self) -> bool:
+    def _is_ready(self) -> bool:
         """Whether `step()` would not wait for the device."""
         return not self._pending or self._pending[0].is_ready()
 
@@ -619,3 +618,13 @@ class Engine:
     def stats(self) -> Stats:
         """What the engine has done so far, and what it holds."""
         return self._counts.stats(self._host, self._outputs.ended, self._executor.graphs)
+
+
+def is_under_way(engine: Engine, id: str) -> bool:
+    """Whether there is a request of that id that has not ended."""
+    return id in engine._outputs
+
+
+def num_unfinished(engine: Engine) -> int:
+    """The number of requests that have not ended."""
+    return len(engine._outputs)

@@ -17,6 +17,7 @@ from weft.display.tables import bars_over_text, element, text, titled
 from weft.errors import WeftError
 from weft.sampling import SamplingParams
 from weft.stages.adapters.adapter import Adapter
+from weft.stages.custom.functions import default_page_size
 from weft.stages.model import Model
 from weft.transforms.engine.completion import RequestTimes
 from weft.transforms.engine.engine import Engine
@@ -32,7 +33,7 @@ from weft.transforms.engine.requests.inputs import (
     most_logprobs,
     one_each,
 )
-from weft.transforms.engine.requests.prompts import EmbedsPrompt
+from weft.transforms.engine.requests.prompts import EmbedsPrompt, ids_of
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.local import Local
 
@@ -86,9 +87,6 @@ class Completion:
         times: when it was added to the engine, was admitted, had its first token, and finished.
         provenance: what made it, for `certificate()`; None: it was not made by a model of this
             process.
-
-    Attributes:
-        token_texts: the text of each token.
     """
 
     text: str | None
@@ -121,15 +119,6 @@ class Completion:
         """
         return certify(self.provenance, self)
 
-    @property
-    def token_texts(self) -> list[str]:
-        """The text of each token, which joined are `text`; the tokens' ids if there is no text."""
-        if self.text is None or self.text_offsets is None:
-            return [f"{token} " for token in self.token_ids]
-        return [
-            self.text[start:end] for start, end in pairwise((*self.text_offsets, len(self.text)))
-        ]
-
     def _repr_html_(self) -> str:
         what = (
             f"{len(self.token_ids)} tokens, {self.finish_reason}; the bars: the model's probability"
@@ -145,8 +134,18 @@ class Completion:
         said = [
             (share, f"token {index}: {token}, p = {share:.3f}") for index, (token, share) in tokens
         ]
-        pieces = [(piece, *bar) for piece, bar in zip(self.token_texts, said, strict=False)]
+        pieces = [(piece, *bar) for piece, bar in zip(token_texts(self), said, strict=False)]
         return titled(text(what), bars_over_text(pieces))
+
+
+def token_texts(completion: Completion) -> list[str]:
+    """The text of each token, which joined are `text`; the tokens' ids if there is no text."""
+    if completion.text is None or completion.text_offsets is None:
+        return [f"{token} " for token in completion.token_ids]
+    return [
+        completion.text[start:end]
+        for start, end in pairwise((*completion.text_offsets, len(completion.text)))
+    ]
 
 
 @overload
@@ -268,7 +267,7 @@ def generate(
     encoded = _encode_prompts(model, prompts, call, chat)
     if transport is not None:
         lengths = [
-            len(prompt.ids) if isinstance(prompt, EmbedsPrompt) else len(prompt)
+            len(ids_of(prompt)) if isinstance(prompt, EmbedsPrompt) else len(prompt)
             for prompt in encoded
         ]
         transport.assert_equal("the prompts", f"of {lengths} tokens, max_tokens={max_tokens}")
@@ -372,7 +371,7 @@ def _limits(
     """Limits with rows for all completions, up to `MAX_NUM_REQS`."""
     rows = min(sum(each.n for each in params), MAX_NUM_REQS)
     longest = min(max(map(len, prompts)) + max_tokens, model.config.max_position_embeddings)
-    size = model.functions.page_size
+    size = default_page_size(model.functions)
     return EngineLimits(max_num_reqs=rows, max_model_len=longest, page_size=size)
 
 

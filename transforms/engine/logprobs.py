@@ -12,6 +12,7 @@ from weft.batch import Batch
 from weft.errors import RequestError
 from weft.stages.adapters.adapter import Adapter
 from weft.stages.adapters.slots import stage_params
+from weft.stages.layout import is_whole
 from weft.stages.model import Model
 from weft.torchapi.private import to_device
 from weft.transforms.engine.requests.inputs import each_rule, one_each
@@ -124,7 +125,7 @@ def _groups(sequences: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]
 
 _RULES: dict[str, Rule] = {
     "model": (
-        lambda value: isinstance(value, Model) and value.is_whole,
+        lambda value: isinstance(value, Model) and is_whole(value.layout, value.shard),
         "a whole model: weft.load(path)",
     ),
     "sequences": (

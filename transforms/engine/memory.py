@@ -9,7 +9,7 @@ from torch import Tensor
 
 from weft.display.quantities import byte_size
 from weft.errors import RequestError
-from weft.stages.model import Model
+from weft.stages.model import Model, cache_dtype, rank_config
 from weft.state import State
 from weft.transforms.engine.steps.executor import Executor, estimate_all
 from weft.transforms.pipelines.timing.hardware import MEMORY_SHARE
@@ -30,19 +30,19 @@ def empty_pages(model: Model, num_pages: int, page_size: int) -> Tensor:
     page_size, num_kv_heads, head_dim]."""
     config = model.config
     shape = config.num_layers, 2, num_pages, page_size, config.num_kv_heads, config.head_dim
-    return torch.zeros(shape, dtype=model.cache_dtype, device=model.device)
+    return torch.zeros(shape, dtype=cache_dtype(model), device=model.device)
 
 
 def page_bytes(model: Model, num_layers: int, page_size: int) -> int:
     """Bytes of one page of the KV cache, over `num_layers` of the model's layers."""
-    config = model.own_config
+    config = rank_config(model)
     return (
         2
         * num_layers
         * page_size
         * config.num_kv_heads
         * config.head_dim
-        * model.cache_dtype.itemsize
+        * cache_dtype(model).itemsize
     )
 
 

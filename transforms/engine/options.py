@@ -12,9 +12,9 @@ from weft.arguments.equivalents import LIMITS
 from weft.ops.attention.backends import AttentionBackend
 from weft.stages.adapters.adapter import Adapter
 from weft.stages.config import ModelConfig
-from weft.stages.custom.functions import OWN
+from weft.stages.custom.functions import OWN, caching_policy, check_page_size
 from weft.stages.drafters.drafting import Drafter, drafted, model_drafter, ngram_drafter
-from weft.stages.layout import StageLayout
+from weft.stages.layout import StageLayout, is_whole
 from weft.stages.model import Model
 from weft.state import Drafting, State
 from weft.transforms.engine.memory import (
@@ -110,8 +110,8 @@ class Speculation:
     Raises:
         RequestError: an invalid number of tokens, an invalid range of n, or two ways to draft.
 
-    >>> Speculation(num_tokens=4).query_lens
-    (1, 3, 5)
+    >>> Speculation(num_tokens=4, ngram=(2, 5)).ngram
+    (2, 5)
     """
 
     num_tokens: int
@@ -130,19 +130,15 @@ class Speculation:
         check_values(call, _DRAFT_RULES, values)
 
     @property
-    def query_lens(self) -> tuple[int, ...]:
-        """Tokens per request in a step: the last token, plus no drafts, half of them, or all."""
-        return tuple(sorted({1, 1 + self.num_tokens // 2, 1 + self.num_tokens}))
-
-    @property
     def drafter(self) -> Drafter:
         """The function that drafts."""
-        if self.config is not None:
+        config = draft_config(self)
+        if config is not None:
             # Another rank holds the draft model and drafts.
             if not isinstance(self.model, Model):
-                return model_drafter(self.num_tokens, self.config)
+                return model_drafter(self.num_tokens, config)
             return model_drafter(
-                self.num_tokens, self.config, self.model.functions, device=self.model.device
+                self.num_tokens, config, self.model.functions, device=self.model.device
             )
         return ngram_drafter(self.num_tokens, *(self.ngram or _NGRAM))
 
@@ -153,138 +149,151 @@ class Speculation:
             return self.model.params
         return None
 
-    @property
-    def config(self) -> ModelConfig | None:
-        """The draft model's configuration."""
-        if isinstance(self.model, Model):
-            return self.model.config
-        return self.model
 
-    def check(self, call: str, model: Model, first: bool) -> None:
-        """Check the draft model against the engine's.
+def draft_config(speculation: Speculation) -> ModelConfig | None:
+    """The draft model's configuration."""
+    if isinstance(speculation.model, Model):
+        return speculation.model.config
+    return speculation.model
 
-        Args:
-            call: the user's call, for the error.
-            model: the engine's.
-            first: whether the first stage, and so the draft model, runs here.
 
-        Raises:
-            RequestError: the vocabularies differ; or, on the rank of the first stage, the draft
-                model is on another device or is only a part of a model.
-        """
-        if self.config is None:
-            return
-        vocab = model.config.vocab_size
-        place = (model.device, True)
-        if isinstance(self.model, Model):
-            functions = self.model.functions
-        else:
-            functions = OWN
-        extras = model.functions.extras
-        rules: dict[str, Rule] = {
-            "the draft model's vocab_size": (
-                lambda value: value == vocab,
-                f"a draft model of {vocab} tokens, as the model's",
-            ),
-            "the draft model's extras": (
-                lambda value: all(
-                    name in extras and extras[name].shape == x.shape for name, x in value.items()
-                ),
-                (
-                    "a draft model whose extras the model has too: the requests' values are the"
-                    " model's"
-                ),
-            ),
-            "the draft model's captures": (
-                lambda value: not value,
-                "a draft model whose logits read no captures",
-            ),
-            "the draft model's beside": (
-                lambda value: not value,
-                "a draft model without models beside",
-            ),
-            "the draft model's attend": (
-                lambda value: (
-                    not isinstance(value, AttentionBackend)
-                    or (value.capability == "full" and not value.page_sizes)
-                ),
-                "a draft model whose attention can be in any graph, with pages of any size",
-            ),
-            "the draft model's carries": (
-                lambda value: not value,
-                "a draft model whose functions carry nothing: it reads drafts that may be wrong",
-            ),
-            "the draft model's token_extras": (
-                lambda value: not value,
-                (
-                    "a draft model whose functions take no inputs of tokens: they go to the model"
-                    " alone"
-                ),
-            ),
-            "the draft model": (
-                lambda value: (
-                    not first
-                    or (isinstance(value, Model) and (value.device, value.is_whole) == place)
-                ),
-                f"weft.load(folder, {str(model.device)!r}), whole and beside {model!r}",
-            ),
-        }
-        check_values(
-            call,
-            rules,
-            {
-                "the draft model's vocab_size": self.config.vocab_size,
-                "the draft model's extras": functions.extras,
-                "the draft model's captures": functions.captures.keys()
-                if functions.logits is not None
-                else (),
-                "the draft model's beside": functions.beside.keys(),
-                "the draft model's attend": functions.attend,
-                "the draft model's carries": functions.carries.keys(),
-                "the draft model's token_extras": functions.token_extras.keys(),
-                "the draft model": self.model,
-            },
-        )
+def check_draft_model(speculation: Speculation, call: str, model: Model, first: bool) -> None:
+    """Check the draft model against the engine's.
 
-    def stages(self, stages: Sequence[Any]) -> list[Any]:
-        """The same stages, except that the first one also drafts."""
-        return [drafted(stages[0], self.drafter), *stages[1:]]
+    Args:
+        call: the user's call, for the error.
+        model: the engine's.
+        first: whether the first stage, and so the draft model, runs here.
 
-    def states(self, states: Sequence[State], layouts: Sequence[StageLayout]) -> tuple[State, ...]:
-        """The same empty states with room for drafts; their block tables must have `spare_pages`."""
-        return tuple(
-            self._state(state, layout.first) for state, layout in zip(states, layouts, strict=True)
-        )
+    Raises:
+        RequestError: the vocabularies differ; or, on the rank of the first stage, the draft
+            model is on another device or is only a part of a model.
+    """
+    config = draft_config(speculation)
+    if config is None:
+        return
+    vocab = model.config.vocab_size
+    place = (model.device, True)
+    if isinstance(speculation.model, Model):
+        functions = speculation.model.functions
+    else:
+        functions = OWN
+    extras = model.functions.extras
+    rules: dict[str, Rule] = {
+        "the draft model's vocab_size": (
+            lambda value: value == vocab,
+            f"a draft model of {vocab} tokens, as the model's",
+        ),
+        "the draft model's extras": (
+            lambda value: all(
+                name in extras and extras[name].shape == x.shape for name, x in value.items()
+            ),
+            ("a draft model whose extras the model has too: the requests' values are the model's"),
+        ),
+        "the draft model's captures": (
+            lambda value: not value,
+            "a draft model whose logits read no captures",
+        ),
+        "the draft model's beside": (
+            lambda value: not value,
+            "a draft model without models beside",
+        ),
+        "the draft model's attend": (
+            lambda value: (
+                not isinstance(value, AttentionBackend)
+                or (value.capability == "full" and not value.page_sizes)
+            ),
+            "a draft model whose attention can be in any graph, with pages of any size",
+        ),
+        "the draft model's carries": (
+            lambda value: not value,
+            "a draft model whose functions carry nothing: it reads drafts that may be wrong",
+        ),
+        "the draft model's token_extras": (
+            lambda value: not value,
+            ("a draft model whose functions take no inputs of tokens: they go to the model alone"),
+        ),
+        "the draft model": (
+            lambda value: (
+                not first
+                or (
+                    isinstance(value, Model)
+                    and (value.device, is_whole(value.layout, value.shard)) == place
+                )
+            ),
+            f"weft.load(folder, {str(model.device)!r}), whole and beside {model!r}",
+        ),
+    }
+    check_values(
+        call,
+        rules,
+        {
+            "the draft model's vocab_size": config.vocab_size,
+            "the draft model's extras": functions.extras,
+            "the draft model's captures": functions.captures.keys()
+            if functions.logits is not None
+            else (),
+            "the draft model's beside": functions.beside.keys(),
+            "the draft model's attend": functions.attend,
+            "the draft model's carries": functions.carries.keys(),
+            "the draft model's token_extras": functions.token_extras.keys(),
+            "the draft model": speculation.model,
+        },
+    )
 
-    def _state(self, state: State, first: bool) -> State:
-        (num_rows, max_pages), device = state.block_table.shape, state.block_table.device
-        num_pages, page_size = state.kv_pages.shape[2:4]
-        pages = None
-        tokens = 0
-        if first and isinstance(self.model, Model):
-            pages = empty_pages(self.model, num_pages, page_size)
-        elif first:
-            tokens = max_pages * page_size + 1
-        drafting = Drafting.zeros(num_rows, max_tokens=tokens, kv_pages=pages, device=device)
-        return attrs.evolve(state, drafting=drafting)
 
-    def spare_pages(self, page_size: int) -> int:
-        """Extra columns of the block table, for which no request has pages: drafts beyond a
-        request's last token are addressed through them."""
-        return -(-self.num_tokens // page_size)
+def with_drafter(speculation: Speculation, stages: Sequence[Any]) -> list[Any]:
+    """The same stages, except that the first one also drafts."""
+    return [drafted(stages[0], speculation.drafter), *stages[1:]]
 
-    def page_bytes(self, page_size: int) -> int:
-        """Bytes of one page of the draft model's cache, over all its layers."""
-        if not isinstance(self.model, Model):
-            return 0
-        return page_bytes(self.model, len(self.model.params.layers), page_size)
+
+def with_drafting(
+    speculation: Speculation, states: Sequence[State], layouts: Sequence[StageLayout]
+) -> tuple[State, ...]:
+    """The same empty states with room for drafts; their block tables must have `spare_pages`."""
+    return tuple(
+        _state_with_drafting(speculation, state, layout.first)
+        for state, layout in zip(states, layouts, strict=True)
+    )
+
+
+def _state_with_drafting(speculation: Speculation, state: State, first: bool) -> State:
+    (num_rows, max_pages), device = state.block_table.shape, state.block_table.device
+    num_pages, page_size = state.kv_pages.shape[2:4]
+    pages = None
+    tokens = 0
+    if first and isinstance(speculation.model, Model):
+        pages = empty_pages(speculation.model, num_pages, page_size)
+    elif first:
+        tokens = max_pages * page_size + 1
+    drafting = Drafting.zeros(num_rows, max_tokens=tokens, kv_pages=pages, device=device)
+    return attrs.evolve(state, drafting=drafting)
+
+
+def spare_pages(speculation: Speculation, page_size: int) -> int:
+    """Extra columns of the block table, for which no request has pages: drafts beyond a
+    request's last token are addressed through them."""
+    return -(-speculation.num_tokens // page_size)
+
+
+def draft_page_bytes(speculation: Speculation, page_size: int) -> int:
+    """Bytes of one page of the draft model's cache, over all its layers."""
+    if not isinstance(speculation.model, Model):
+        return 0
+    return page_bytes(speculation.model, len(speculation.model.params.layers), page_size)
 
 
 def query_lens(speculation: Speculation | None) -> tuple[int, ...]:
-    """The numbers of tokens that a request may have in a uniform step."""
+    """The numbers of tokens that a request may have in a uniform step: the last token, plus no
+    drafts, half of them, or all.
+
+    >>> query_lens(Speculation(num_tokens=4))
+    (1, 3, 5)
+    """
     if speculation is None:
         return (1,)
-    return speculation.query_lens
+    most = speculation.num_tokens
+    return tuple(sorted({1, 1 + most // 2, 1 + most}))
 
 
 @names_arguments(**LIMITS)
@@ -333,71 +342,70 @@ class EngineLimits:
         for name, value in attrs.asdict(self, recurse=False).items():
             check_values(f"weft.EngineLimits({name}={value!r})", _LIMIT_RULES, {name: value})
 
-    def resolve(
-        self,
-        model: Model,
-        split: Split,
-        speculation: Speculation | None = None,
-        executor: Callable[["ResolvedLimits"], Executor] | None = None,
-    ) -> "ResolvedLimits":
-        """These limits with every None filled in, for a model on its device; the result is the same
-        on every rank.
 
-        Args:
-            executor: makes an executor under given limits, so that the number of pages leaves room
-                for its graphs. None: there are no graphs.
+def resolve_limits(
+    limits: EngineLimits,
+    model: Model,
+    split: Split,
+    speculation: Speculation | None = None,
+    executor: Callable[["ResolvedLimits"], Executor] | None = None,
+) -> "ResolvedLimits":
+    """These limits with every None filled in, for a model on its device; the result is the same
+    on every rank.
 
-        Raises:
-            ProgramError: the model's attention has no kernels for this page size.
-            RequestError: no room for a request, or for the pages.
-        """
-        model.functions.check_pages("weft.EngineLimits(...)", self.page_size)
-        length = min(model.config.max_position_embeddings, self.max_model_len or _MAX_CONTEXT)
-        max_pages = -(-length // self.page_size)
-        cohorts = self.num_cohorts or split.num_stages
-        transport = split.transport
-        least = -(-self.max_num_reqs // cohorts)
-        # Every rank makes this call, even if `max_num_tokens` is given: a rank that skips it hangs
-        # the others.
-        usual = transport.share(max(least, _num_tokens(model)))
-        tokens = self.max_num_tokens or usual
-        check_values(
-            "weft.EngineLimits(...)",
-            {"max_num_tokens": tokens_rule(least)},
-            {"max_num_tokens": tokens},
+    Args:
+        executor: makes an executor under given limits, so that the number of pages leaves room
+            for its graphs. None: there are no graphs.
+
+    Raises:
+        ProgramError: the model's attention has no kernels for this page size.
+        RequestError: no room for a request, or for the pages.
+    """
+    check_page_size(model.functions, "weft.EngineLimits(...)", limits.page_size)
+    length = min(model.config.max_position_embeddings, limits.max_model_len or _MAX_CONTEXT)
+    max_pages = -(-length // limits.page_size)
+    cohorts = limits.num_cohorts or split.num_stages
+    transport = split.transport
+    least = -(-limits.max_num_reqs // cohorts)
+    # Every rank makes this call, even if `max_num_tokens` is given: a rank that skips it hangs
+    # the others.
+    usual = transport.share(max(least, _num_tokens(model)))
+    tokens = limits.max_num_tokens or usual
+    check_values(
+        "weft.EngineLimits(...)",
+        {"max_num_tokens": tokens_rule(least)},
+        {"max_num_tokens": tokens},
+    )
+    budget = Budget(
+        limits.max_num_reqs, tokens, max_pages, cohorts, limits.mixed, query_lens(speculation)
+    )
+    most = max_pages * limits.max_num_reqs
+    # A single page for now: the number of pages is what the estimate of this executor's graphs
+    # decides.
+    small = ResolvedLimits(budget, 1, limits.page_size, speculation, limits.max_step_seconds)
+    here = split.layouts(model)
+    if speculation is None or not here[0].first:
+        drafts = 0
+    else:
+        drafts = draft_page_bytes(speculation, limits.page_size)
+    page = page_bytes(model, sum(len(layout.layers) for layout in here), limits.page_size) + drafts
+    beside = model.functions.beside
+    if caching_policy(model.functions) == "snapshot":
+        page += len(here) * sum(x.nbytes for x in model.functions.carries.values())
+    if here[-1].last:
+        page += sum(
+            page_bytes(side_model, side_model.config.num_layers, limits.page_size)
+            for side_model in beside.values()
         )
-        budget = Budget(
-            self.max_num_reqs, tokens, max_pages, cohorts, self.mixed, query_lens(speculation)
-        )
-        most = max_pages * self.max_num_reqs
-        # A single page for now: the number of pages is what the estimate of this executor's graphs
-        # decides.
-        small = ResolvedLimits(budget, 1, self.page_size, speculation, self.max_step_seconds)
-        here = split.layouts(model)
-        if speculation is None or not here[0].first:
-            drafts = 0
-        else:
-            drafts = speculation.page_bytes(self.page_size)
-        page = (
-            page_bytes(model, sum(len(layout.layers) for layout in here), self.page_size) + drafts
-        )
-        beside = model.functions.beside
-        if model.functions.policy == "snapshot":
-            page += len(here) * sum(x.nbytes for x in model.functions.carries.values())
-        if here[-1].last:
-            page += sum(
-                page_bytes(side_model, side_model.config.num_layers, self.page_size)
-                for side_model in beside.values()
-            )
-        if self.num_pages is not None:
-            num_pages = transport.share(self.num_pages)
-            check_room(model.device, num_pages, page, lambda here: min(transport.collect(here)))
-            return attrs.evolve(small, num_pages=num_pages)
-        fitting = fitting_pages(
-            model.device, page, most, lambda: reserved_bytes(executor and executor(small))
-        )
-        # All ranks number their pages alike, so the rank with the least room decides.
-        return attrs.evolve(small, num_pages=min(most, *transport.collect(fitting)))
+    if limits.num_pages is not None:
+        num_pages = transport.share(limits.num_pages)
+        check_room(model.device, num_pages, page, lambda here: min(transport.collect(here)))
+        return attrs.evolve(small, num_pages=num_pages)
+    fitting = fitting_pages(
+        model.device, page, most, lambda: reserved_bytes(executor and executor(small))
+    )
+    # All ranks number their pages alike, so the rank with the least room decides.
+    return attrs.evolve(small, num_pages=min(most, *transport.collect(fitting)))
 
 
 @attrs.frozen

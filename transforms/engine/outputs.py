@@ -492,7 +492,7 @@ class Streams:
                 yield item
         finally:
             del self._queues[name]
-            if self._engine.is_under_way(name):
+            if name in self._engine._outputs:
                 self._engine.abort(name)
 
     def _check_loop(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -518,7 +518,7 @@ class Streams:
             while self._queues:
                 self._engine.launch()
                 # Poll: a blocking wait for the device would block the event loop.
-                while not self._engine.is_ready():
+                while not self._engine._is_ready():
                     await asyncio.sleep(_POLL_SECONDS)
                 self.publish(self._engine.step())
                 # Let the consumers take their outputs before the next step.

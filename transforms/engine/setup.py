@@ -18,14 +18,21 @@ from weft.sampling import SamplingParams
 from weft.schema import Schema
 from weft.stages.adapters.adapter import Adapter
 from weft.stages.adapters.slots import stage_params
-from weft.stages.custom.functions import DecoderStage
+from weft.stages.custom.functions import DecoderStage, caching_policy, default_page_size
 from weft.stages.inputs import NO_DRAFTS
 from weft.stages.layout import StageLayout, empty_states, split_model
-from weft.stages.model import Model
+from weft.stages.model import Model, cache_dtype, model_facts, rank_config
 from weft.stages.params import num_bytes
 from weft.state import State, admit, advance
 from weft.transforms.engine.memory import empty_pages
-from weft.transforms.engine.options import RULES, ResolvedLimits, stage_rule
+from weft.transforms.engine.options import (
+    RULES,
+    ResolvedLimits,
+    spare_pages,
+    stage_rule,
+    with_drafter,
+    with_drafting,
+)
 from weft.transforms.engine.split import Split
 from weft.transforms.engine.steps.classes import Classes, eager_ladder, engine_ladder, model_ladder
 from weft.transforms.engine.steps.executor import Executor, PipelineExecutor, StepExecutor
@@ -61,7 +68,7 @@ def assert_same_engines(
     adapters: Mapping[str, Adapter],
 ) -> None:
     """Compare the model, limits, options and adapters of the engines on all ranks."""
-    facts = {**model.facts, **limits.options, **options}
+    facts = {**model_facts(model), **limits.options, **options}
     facts |= {f"adapter {name!r}": adapter.weights for name, adapter in adapters.items()}
     for subject, value in facts.items():
         assert_equal(subject, str(value))
@@ -94,10 +101,10 @@ def make_states(
     if speculation is None:
         spare = 0
     else:
-        spare = speculation.spare_pages(limits.page_size)
-    is_recomputed = functions.policy == "recompute"
+        spare = spare_pages(speculation, limits.page_size)
+    is_recomputed = caching_policy(functions) == "recompute"
     states = empty_states(
-        model.own_config,
+        rank_config(model),
         layouts,
         max_num_reqs=limits.budget.max_num_reqs,
         # With the policy `recompute` one more page is scratch, to which recomputed tokens are
@@ -106,7 +113,7 @@ def make_states(
         max_pages=limits.budget.max_pages + spare,
         page_size=limits.page_size,
         extras=model.functions.extras,
-        dtype=model.cache_dtype,
+        dtype=cache_dtype(model),
         device=model.device,
     )
     if is_recomputed:
@@ -119,7 +126,7 @@ def make_states(
     else:
         drafts = speculation.num_tokens
     pages = None
-    if functions.policy == "snapshot":
+    if caching_policy(functions) == "snapshot":
         pages = limits.num_pages
     states = tuple(_carrying(state, functions.carries, drafts, pages) for state in states)
     states = tuple(
@@ -128,7 +135,7 @@ def make_states(
     )
     if speculation is None:
         return states
-    return speculation.states(states, layouts)
+    return with_drafting(speculation, states, layouts)
 
 
 def _carrying(
@@ -197,7 +204,7 @@ def make_executor(
     params: tuple[Any, ...] = tuple(decoder_params for _, decoder_params in weights.stages)
     state = make_states(model, layouts, limits)
     if speculation is not None:
-        stages = speculation.stages(stages)
+        stages = with_drafter(speculation, stages)
         if layouts[0].first:
             params = ((params[0], weights.drafts), *params[1:])
     params = tree_map(_detached, params)
@@ -341,7 +348,7 @@ def make_runner(
     if len(layouts) < num_stages:
         # Other processes run the other stages, and must have the same model and options.
         for subject, value in {
-            **model.facts,
+            **model_facts(model),
             "limits": f"{limits}",
             "mode": mode,
             **extras,
@@ -386,7 +393,7 @@ def make_state(
         RequestError: lengths that are not a list of integers >= 1.
     """
     check_values("make_state(model, layouts, lengths)", {"lengths": _LENGTHS}, {"lengths": lengths})
-    page_size = model.functions.page_size
+    page_size = default_page_size(model.functions)
     counts = [-(-length // page_size) for length in lengths]
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     pages = [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
@@ -400,7 +407,7 @@ def make_state(
         max_pages=max(counts),
         page_size=page_size,
         extras=model.functions.extras,
-        dtype=model.cache_dtype,
+        dtype=cache_dtype(model),
         device=model.device,
     )
     rows = range(len(lengths))

@@ -7,7 +7,7 @@ import attrs
 import torch
 
 from weft.errors import ProgramError
-from weft.meshes.mesh import Mesh
+from weft.meshes.mesh import Mesh, coordinates_of
 from weft.stages.layout import StageLayout, split_model
 from weft.stages.model import Model
 from weft.stages.shares import AXIS
@@ -74,7 +74,7 @@ class Split:
                 f"transport={self.transport!r}, where {self.num_shards} ranks share each stage"
             )
         elif self.mesh is not None and isinstance(self.transport, Distributed):
-            rank_share = self.mesh.coordinates(self.transport.rank)[AXIS]
+            rank_share = coordinates_of(self.mesh, self.transport.rank)[AXIS]
             # Empty if the share is the rank's.
             problem = (
                 f"share {index} of the model on rank {self.transport.rank}, which has share {rank_share}"

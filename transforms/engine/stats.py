@@ -9,7 +9,7 @@ from weft.transforms.engine.requests.host_state import HostState
 from weft.transforms.engine.steps.classes import Classes
 from weft.transforms.engine.steps.results import StepResult
 from weft.transforms.engine.steps.step import Work
-from weft.transforms.graphs.graphified import Graphified
+from weft.transforms.graphs.graphified import Graphified, classes_held
 
 
 @attrs.frozen
@@ -133,7 +133,7 @@ class Counts:
             captures=sum(info.captures for info in infos),
             replays=sum(info.replays for info in infos),
             eager=sum(info.eager for info in infos),
-            graphs=dict(Counter(mode for graph in graphs for mode, _ in graph.captured())),
+            graphs=dict(Counter(mode for graph in graphs for mode, _ in classes_held(graph))),
             eager_reasons=dict(
                 sum((Counter(info.eager_reasons) for info in infos), Counter[str]())
             ),

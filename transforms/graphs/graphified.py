@@ -45,7 +45,14 @@ from weft.transforms.graphs.calls.results import keep_in_place
 from weft.transforms.graphs.dispatch import Decision
 from weft.transforms.graphs.explain import Explanation, miss_between
 from weft.transforms.graphs.ladder import Ladder
-from weft.transforms.graphs.lower import Compiled, Lowered, compile_ahead, lower, rehearse
+from weft.transforms.graphs.lower import (
+    Compiled,
+    Lowered,
+    compile_ahead,
+    lower,
+    refuse_call,
+    rehearse,
+)
 from weft.transforms.graphs.memory import (
     CapturedGraphs,
     MemoryAnalysis,
@@ -98,11 +105,6 @@ class Graphified(Generic[P, R]):
     def ladder(self) -> Ladder[Any] | None:
         """The classes that may be captured; None allows any signature."""
         return self._graphable.ladder
-
-    @property
-    def roles(self) -> Roles:
-        """The role of each argument: static, donated, by reference, or copied."""
-        return self._graphable.roles
 
     @uncompiled
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -345,22 +347,6 @@ class Graphified(Generic[P, R]):
             if self._cache.backend_for(call).device.type == "cuda":
                 compile_ahead(self._graphable, call, self._cache)
 
-    def rehearse(self, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Prepare for calls like this one: plan the replay if their class is captured.
-
-        If no class covers them, run the function once on padding, if there is memory, so that
-        libraries are ready. Arguments and default generators are left as they are. Unlike a
-        capture, this does not refuse a function that writes to anything else."""
-        call = self._example(args, kwargs)
-        if runs_inline(call):
-            return
-        is_plain = in_plain_surroundings() and may_replay() and not watches_borrows()
-        with self._lock:
-            if (decision := self._cache.decide(call)).mode == "none":
-                rehearse(self._graphable, call, self._cache)
-            elif self._cache.find(self._cache.key(call, decision)) is not None:
-                self._plan(call, args, kwargs, modes_around() if is_plain else None)
-
     def lower(self, /, *args: P.args, **kwargs: P.kwargs) -> "Lowered[R]":
         """Run the function once on its own buffers, without side effects, and list its operators.
 
@@ -400,10 +386,11 @@ class Graphified(Generic[P, R]):
             if (other := hashable_signature(new_call, self._graphable.name)) != signature:
                 if without_grad_mode(other) == without_grad_mode(signature):
                     return self._call(args, kwargs)
-                lowered.refuse(
+                refuse_call(
+                    lowered,
                     miss_between(
                         other, signature, new_call.leaf_names(), self._graphable.roles.donated
-                    )
+                    ),
                 )
             return self._answer(plan, new_call, args, kwargs)
 
@@ -433,11 +420,6 @@ class Graphified(Generic[P, R]):
         """The numbers of captures, replays, eager calls by reason, and graphs held."""
         return self._cache.info()
 
-    def captured(self) -> tuple[tuple[str, Any], ...]:
-        """The mode and the class (None without a ladder) of each graph held, in the order of
-        capture."""
-        return tuple((key.mode, key.descriptor) for key in self._cache.entries)
-
     def graphs(self) -> CapturedGraphs:
         """Each graph held, in the order of capture: pieces, operators, bytes and seconds, as a
         table and as a plot."""
@@ -446,10 +428,6 @@ class Graphified(Generic[P, R]):
             [(key, entry.graph) for key, entry in self._cache.entries.items()],
             self._cache.info(),
         )
-
-    def num_pieces(self) -> tuple[int, ...]:
-        """The number of pieces of each graph held, in the order of capture."""
-        return tuple(graph.recording.num_pieces for graph in self._cache.graphs())
 
     def memory_analysis(self) -> MemoryAnalysis:
         """The memory of the graphs held, as measured at their capture."""
@@ -486,6 +464,39 @@ class Graphified(Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"<graphify({self._graphable.name}), {len(self._cache.entries)} graphs>"
+
+
+def rehearse_call(graphified: Graphified[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> None:
+    """Prepare for calls like this one: plan the replay if their class is captured.
+
+    If no class covers them, run the function once on padding, if there is memory, so that
+    libraries are ready. Arguments and default generators are left as they are. Unlike a
+    capture, this does not refuse a function that writes to anything else."""
+    call = graphified._example(args, kwargs)
+    if runs_inline(call):
+        return
+    is_plain = in_plain_surroundings() and may_replay() and not watches_borrows()
+    with graphified._lock:
+        if (decision := graphified._cache.decide(call)).mode == "none":
+            rehearse(graphified._graphable, call, graphified._cache)
+        elif graphified._cache.find(graphified._cache.key(call, decision)) is not None:
+            graphified._plan(call, args, kwargs, modes_around() if is_plain else None)
+
+
+def roles_of(graphified: Graphified[..., Any]) -> Roles:
+    """The role of each argument: static, donated, by reference, or copied."""
+    return graphified._graphable.roles
+
+
+def classes_held(graphified: Graphified[..., Any]) -> tuple[tuple[str, Any], ...]:
+    """The mode and the class (None without a ladder) of each graph held, in the order of
+    capture."""
+    return tuple((key.mode, key.descriptor) for key in graphified._cache.entries)
+
+
+def num_pieces(graphified: Graphified[..., Any]) -> tuple[int, ...]:
+    """The number of pieces of each graph held, in the order of capture."""
+    return tuple(graph.recording.num_pieces for graph in graphified._cache.graphs())
 
 
 def clear_caches() -> None:

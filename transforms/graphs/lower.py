@@ -69,21 +69,22 @@ class Lowered(Generic[R]):
             return str(self.listing)
         return self.listing.as_dot()
 
-    def refuse(self, miss: Miss) -> NoReturn:
-        """Raise the error for a call of another signature."""
-        instead = (
-            f"call {self.name} itself, which captures what it needs; or pass arguments like the"
-            " lowered ones, and "
-        )
-        instead += "by reference the same tensors, or the ones that a call returned in their place"
-        call = f"{self.name}.lower(...).compile()(...)"
-        raise CacheMissError(call, f"arguments unlike the lowered ones: {miss.differs}", instead)
-
     def __str__(self) -> str:
         return self.as_text()
 
     def __repr__(self) -> str:
         return f"<Lowered {self.name}: {len(self.listing.lines)} operators, {self.decision.mode}>"
+
+
+def refuse_call(lowered: Lowered[Any], miss: Miss) -> NoReturn:
+    """Raise the error for a call of another signature."""
+    instead = (
+        f"call {lowered.name} itself, which captures what it needs; or pass arguments like the"
+        " lowered ones, and "
+    )
+    instead += "by reference the same tensors, or the ones that a call returned in their place"
+    call = f"{lowered.name}.lower(...).compile()(...)"
+    raise CacheMissError(call, f"arguments unlike the lowered ones: {miss.differs}", instead)
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -101,13 +102,13 @@ class Compiled(Generic[R]):
     def __call__(self, /, *args: Any, **kwargs: Any) -> R:
         return self._run(args, kwargs)
 
-    def as_text(self, form: str = "text") -> str:
-        """The listing of the operators as text, or with `form="dot"` as a graph for Graphviz."""
-        return self.lowered.as_text(form)
-
     def memory_analysis(self) -> MemoryAnalysis:
         """The memory of the graph, as measured at its capture."""
         return analysis_of([self._graph])
+
+    def as_text(self, form: str = "text") -> str:
+        """The listing of the operators as text, or with `form="dot"` as a graph for Graphviz."""
+        return self.lowered.as_text(form)
 
     def __repr__(self) -> str:
         return (

@@ -84,7 +84,7 @@ class Verified(Graphified[P, R]):
         donated = {
             name: clone(call.references[name])
             for name in call.references
-            if name in self.roles.donated
+            if name in self._graphable.roles.donated
         }
         references = call.references | donated
         return attrs.evolve(call, references=references, reference_leaves=tree_leaves(references))
@@ -99,7 +99,7 @@ class Verified(Graphified[P, R]):
             copied = pad(call.copied, padded)
         arguments = {**call.statics, **call.references, **copied}
         try:
-            result = invoke(self._graphable.fn, self.roles, arguments, call.keywords)
+            result = invoke(self._graphable.fn, self._graphable.roles, arguments, call.keywords)
         except Exception as error:
             return error
         if padded is None:

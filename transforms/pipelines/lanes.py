@@ -13,7 +13,7 @@ import attrs
 from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send
 from weft.errors import ProgramError
 from weft.meshes.collectives import AllGather, AllReduce, AllToAll, PPermute, ReduceScatter
-from weft.meshes.mesh import Mesh
+from weft.meshes.mesh import Mesh, as_mesh, coordinates_of, group_of
 from weft.transforms.pipelines.machine import Step, stage_sent
 
 # The axis of a mesh along which the ranks of a pipeline are.
@@ -29,7 +29,7 @@ def pipeline_mesh(mesh_like: Any, num_ranks: int, call: str) -> Mesh | None:
     """
     if mesh_like is None:
         return None
-    mesh = Mesh.of(mesh_like, call)
+    mesh = as_mesh(mesh_like, call)
     if mesh.sizes.get(PIPELINE, 1) != num_ranks:
         problem = f"{mesh}, and {num_ranks} rank{'s' * (num_ranks > 1)} of the pipeline"
         raise ProgramError(call, problem, f"Mesh({PIPELINE}={num_ranks}, ...)")
@@ -42,7 +42,7 @@ def lane_rank(mesh: Mesh | None, rank: int) -> int:
     """The number of a rank within its lane."""
     if mesh is None:
         return rank
-    return mesh.coordinates(rank)[PIPELINE]
+    return coordinates_of(mesh, rank)[PIPELINE]
 
 
 def spread(programs: Sequence[Program], mesh: Mesh | None) -> tuple[Program, ...]:
@@ -66,7 +66,7 @@ def spread(programs: Sequence[Program], mesh: Mesh | None) -> tuple[Program, ...
         return tuple(programs)
     result = []
     for rank in mesh:
-        lane = mesh.group(rank, PIPELINE)
+        lane = group_of(mesh, rank, PIPELINE)
         program = programs[lane_rank(mesh, rank)]
         effects = tuple(_moved(effect, program.rank, lane) for effect in program.effects)
         result.append(Program(rank, mesh.num_ranks, effects, program.classes))

@@ -34,8 +34,8 @@ def microbatch(step: F, parts: int) -> F:
     Args:
         step: the step.
         parts: at least 1. A batch of fewer requests is split into one part per request.
-            `weft.transforms.split` describes how batches are split, including custom batch classes.
-            With `parts=1`, any batch works.
+            `weft.transforms.pipelines.parts.split` describes how batches are split, including
+            custom batch classes. With `parts=1`, any batch works.
 
     Raises:
         ProgramError: `parts` is not a whole number >= 1, or the step does not return
@@ -101,7 +101,9 @@ def class_text(batch: Any) -> str:
 class Repeats(Protocol):
     """A step that has a faster way to repeat itself than separate calls, as a pipeline does."""
 
-    def repeat(self, params: Any, state: Any, batch: Any, length: int, /) -> tuple[Any, list[Any]]:
+    def __weft_repeat__(
+        self, params: Any, state: Any, batch: Any, length: int, /
+    ) -> tuple[Any, list[Any]]:
         """The state after `length` steps on the same batch, and the output of each."""
 
 
@@ -141,7 +143,7 @@ def scan(
 
     def run(params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
         if isinstance(whole, Repeats):
-            return whole.repeat(params, state, batch, length)
+            return whole.__weft_repeat__(params, state, batch, length)
         refuse_donated_in(f"{call}(...)", params=params, state=state, batch=batch)
         outs = []
         for _ in range(length):

@@ -195,18 +195,6 @@ class Pipelined:
         # Only for its check: a wrong schedule is refused here rather than at the first call.
         self.programs()
 
-    def placed(self) -> AbstractContextManager[None]:
-        """The context in which this process can call a stage outside the pipeline."""
-        member = self.transport.member
-        if self.mesh is None or member is None:
-            return nullcontext()
-        return placed(Place(self.mesh, self._here[0][1], member))
-
-    @property
-    def runs_first(self) -> bool:
-        """Whether the first stage runs in this process."""
-        return any(index == 0 for index, _ in self._here)
-
     def programs(self, microbatches: int | None = None) -> tuple[Program, ...]:
         """The checked program of each rank for the given number of micro-batches (None: the number
         that `pipeline` was called with)."""
@@ -293,7 +281,7 @@ class Pipelined:
         workers = self._workers(params, state, batches)
         return self._run(state, workers, batches, self._jobs(batches) if jobs is None else jobs)
 
-    def repeat(
+    def __weft_repeat__(
         self, params: Sequence[Any], state: Sequence[Any], batch: Any, length: int
     ) -> tuple[Any, list[Any]]:
         """Run the same batch `length` times, with overlapping stages but the same results as
@@ -304,7 +292,6 @@ class Pipelined:
             The new state, and the output of each step.
         """
         workers = self._workers(params, state, batch)
-        check_count(f"{self._text}.repeat(..., {length!r})", "length", length)
         cohorts = split(batch, self.microbatches)
         jobs: Sequence[Job] = decode_jobs(len(cohorts), length)
         # Without `advance` no state depends on an output, so that no cohort has to wait for one.
@@ -448,6 +435,19 @@ class Pipelined:
         return f"<{self.__name__}, {self.microbatches} micro-batches>"
 
 
+def stage_context(pipelined: Pipelined) -> AbstractContextManager[None]:
+    """The context in which this process can call a stage outside the pipeline."""
+    member = pipelined.transport.member
+    if pipelined.mesh is None or member is None:
+        return nullcontext()
+    return placed(Place(pipelined.mesh, pipelined._here[0][1], member))
+
+
+def runs_first(pipelined: Pipelined) -> bool:
+    """Whether the first stage runs in this process."""
+    return any(index == 0 for index, _ in pipelined._here)
+
+
 @names_arguments(
     "a list of stages: pipeline([f, g])",
     num_microbatches="microbatches=...",
@@ -470,8 +470,8 @@ def pipeline(
         stages: each `(params, state, batch, x) -> (state, y)`. x is None for the first stage, and
             the y of the previous stage for all others. A stage may be graphified.
         microbatches: the largest number of parts into which the batch is split (one part per
-            request if it has fewer requests). `weft.transforms.split` splits it, and can also split
-            custom batch classes. With more than one part, the stages must be separable by rows:
+            request if it has fewer requests). `weft.transforms.pipelines.parts.split` splits it,
+            and can also split custom batch classes. With more than one part, the stages must be separable by rows:
             what they return for a request depends only on that request, the params and its own
             part of the state, and every output holds one entry per request or token. Only sizes
             are checked: a `batch.sum(0)` with as many columns as a part has rows is joined without

@@ -12,7 +12,7 @@ import torch
 from weft.errors import RequestError
 from weft.sampling import SamplingParams
 from weft.stages.custom.functions import StageFunctions
-from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.engine import Engine, is_under_way
 from weft.transforms.engine.requests.masks import Mask
 
 FAULTS = TypeError, ValueError, LookupError
@@ -78,7 +78,7 @@ class Abort:
 
     def apply(self, engine: Engine, _: MakeMask) -> None:
         """Abort the request unless it has ended."""
-        if engine.is_under_way(self.name):
+        if is_under_way(engine, self.name):
             engine.abort(self.name)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from weft.errors import EngineError, RankError, RequestError
-from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.engine import Engine, is_under_way
 from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.engine.requests.masks import blame
 from weft.transforms.engine.stats import Stats
@@ -169,6 +169,6 @@ class EngineLoop:
         if reason is not None and output.id in self._captured:
             more["captured"] = {name: values.cpu() for name, values in state.captured.items()}
             # A request with n > 1 is under way until its last completion ends.
-            if not self.engine.is_under_way(output.id):
+            if not is_under_way(self.engine, output.id):
                 self._captured.discard(output.id)
         return output.id, output.index, tokens, output.text, reason, more

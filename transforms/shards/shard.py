@@ -17,7 +17,7 @@ from weft.donation import refuse_donated, refuse_donated_in
 from weft.effects import Program
 from weft.errors import MeshError
 from weft.meshes.distribute import match_placements
-from weft.meshes.mesh import Mesh
+from weft.meshes.mesh import Mesh, as_mesh, coordinates_of
 from weft.meshes.placements import (
     Layout,
     Partial,
@@ -257,7 +257,7 @@ class Sharded:
             all_parts.keys[rank].extend(((name, number), rank) for number in range(num_tensors))
             return tree[rank]
         layout = on_axes(placement, self.mesh, f"{self._call}: in_placements")
-        place = self.mesh.coordinates(rank)
+        place = coordinates_of(self.mesh, rank)
         is_first = not any(
             place[axis] for axis, axis_placement in layout if not isinstance(axis_placement, Shard)
         )
@@ -525,4 +525,4 @@ def shard(f: Callable[..., Any], mesh: Any, in_placements: Any, out_placements: 
     call = f"weft.shard({name}, {mesh!s:.80}, ...)"
     if not callable(f):
         raise MeshError(call, f"f is {kind_of(f)}", "a function")
-    return Sharded(f, Mesh.of(mesh, call), in_placements, out_placements, call)
+    return Sharded(f, as_mesh(mesh, call), in_placements, out_placements, call)

@@ -136,90 +136,6 @@ class AttentionBackend:
             getattr(self, field.name) for field in attrs.fields(AttentionBackend) if field.init
         )
 
-    def check(
-        self,
-        call: str,
-        device: torch.device,
-        dtype: torch.dtype,
-        head_dim: int,
-        window: int,
-        kv_dtype: torch.dtype | None = None,
-        batch_invariant: bool = False,
-    ) -> None:
-        """Raise unless it can run a model with these properties.
-
-        Raises:
-            DeviceError: it does not support the device, or lacks something there.
-            ProgramError: it has no kernels for the dtype, the head size, the window or the dtype of
-                the cache, or it is not batch invariant although the model requires it.
-        """
-        names = (
-            name for name, one in BACKENDS.items() if one is not self and device.type in one.devices
-        )
-        instead = f"another back end: attention='auto', or one of {', '.join(names)}"
-        if device.type not in self.devices:
-            problem = (
-                f"attention back end {self.name!r}, which runs on {' and '.join(self.devices)}, not"
-                f" on {device}"
-            )
-            raise DeviceError(call, problem, instead)
-        if missing := self.missing(device):
-            raise DeviceError(
-                call,
-                f"attention back end {self.name!r} on {device}, which lacks {missing}",
-                instead,
-            )
-        problem = ""
-        if dtype not in self.dtypes:
-            problem = f"which has no kernels in {dtype}"
-        elif self.head_dims and head_dim not in self.head_dims:
-            problem = (
-                f"which has no kernels for heads of {head_dim}, but of"
-                f" {', '.join(map(str, self.head_dims))}"
-            )
-        elif window and not self.windows:
-            problem = f"which has no windows, for a model with a window of {window}"
-        elif kv_dtype not in (None, dtype, *self.kv_dtypes):
-            problem = f"which reads no cache in {kv_dtype}"
-        elif batch_invariant and not self.batch_invariant:
-            problem = "which is not batch invariant"
-            capable = (
-                n
-                for n, one in BACKENDS.items()
-                if one.batch_invariant and device.type in one.devices
-            )
-            instead = (
-                f"another back end: attention='auto', or {' or '.join(capable)}; or leave out"
-                " batch_invariant=True"
-            )
-        if problem:
-            raise ProgramError(call, f"attention back end {self.name!r}, {problem}", instead)
-
-    def check_pages(self, call: str, page_size: int) -> None:
-        """Raise ProgramError unless it has kernels for pages of this size."""
-        if self.page_sizes and page_size not in self.page_sizes:
-            sizes = ", ".join(map(str, self.page_sizes))
-            problem = (
-                f"page_size={page_size}, and the attention back end {self.name!r} has kernels for"
-                f" {sizes}"
-            )
-            raise ProgramError(call, problem, f"EngineLimits(..., page_size={self.page_sizes[0]})")
-
-    def runs_inside(self, query_len: int | None) -> bool:
-        """Whether it can run inside a full graph for this query length (None: ragged)."""
-        if query_len is None:
-            needs = "full"
-        elif query_len > 1:
-            needs = "uniform"
-        else:
-            needs = "uniform_single_token"
-        return CAPABILITIES.index(self.capability) >= CAPABILITIES.index(needs)
-
-    @property
-    def is_operator(self) -> bool:
-        """Whether it is `weft::paged_attention` itself, at which piecewise graphs are cut."""
-        return self.attend is _by_operator
-
     def _attended(self, q: Tensor, *rest: Any) -> Tensor:
         """The result of `attend`.
 
@@ -262,7 +178,7 @@ class AttentionBackend:
             plans = {}
         # Layers that differ in shapes, scale or window need different plans.
         key = self.handle, q.shape, kv_pages.shape, *where[4:]
-        if self.runs_inside(query_len):
+        if can_run_inside(self, query_len):
             if self.plan is None:
                 return self._attended(q, kv_pages, *where)
             if key not in plans:
@@ -274,6 +190,91 @@ class AttentionBackend:
         return _attend_outside(
             q, kv_pages, slots, table, starts, lengths, longest, scale, window, self.handle, begins
         )
+
+
+def check_support(
+    backend: AttentionBackend,
+    call: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    window: int,
+    kv_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
+) -> None:
+    """Raise unless the back end can run a model with these properties.
+
+    Raises:
+        DeviceError: it does not support the device, or lacks something there.
+        ProgramError: it has no kernels for the dtype, the head size, the window or the dtype of
+            the cache, or it is not batch invariant although the model requires it.
+    """
+    names = (
+        name for name, one in BACKENDS.items() if one is not backend and device.type in one.devices
+    )
+    instead = f"another back end: attention='auto', or one of {', '.join(names)}"
+    if device.type not in backend.devices:
+        problem = (
+            f"attention back end {backend.name!r}, which runs on {' and '.join(backend.devices)},"
+            f" not on {device}"
+        )
+        raise DeviceError(call, problem, instead)
+    if missing := backend.missing(device):
+        raise DeviceError(
+            call,
+            f"attention back end {backend.name!r} on {device}, which lacks {missing}",
+            instead,
+        )
+    problem = ""
+    if dtype not in backend.dtypes:
+        problem = f"which has no kernels in {dtype}"
+    elif backend.head_dims and head_dim not in backend.head_dims:
+        problem = (
+            f"which has no kernels for heads of {head_dim}, but of"
+            f" {', '.join(map(str, backend.head_dims))}"
+        )
+    elif window and not backend.windows:
+        problem = f"which has no windows, for a model with a window of {window}"
+    elif kv_dtype not in (None, dtype, *backend.kv_dtypes):
+        problem = f"which reads no cache in {kv_dtype}"
+    elif batch_invariant and not backend.batch_invariant:
+        problem = "which is not batch invariant"
+        capable = (
+            n for n, one in BACKENDS.items() if one.batch_invariant and device.type in one.devices
+        )
+        instead = (
+            f"another back end: attention='auto', or {' or '.join(capable)}; or leave out"
+            " batch_invariant=True"
+        )
+    if problem:
+        raise ProgramError(call, f"attention back end {backend.name!r}, {problem}", instead)
+
+
+def check_kernel_pages(backend: AttentionBackend, call: str, page_size: int) -> None:
+    """Raise ProgramError unless the back end has kernels for pages of this size."""
+    if backend.page_sizes and page_size not in backend.page_sizes:
+        sizes = ", ".join(map(str, backend.page_sizes))
+        problem = (
+            f"page_size={page_size}, and the attention back end {backend.name!r} has kernels for"
+            f" {sizes}"
+        )
+        raise ProgramError(call, problem, f"EngineLimits(..., page_size={backend.page_sizes[0]})")
+
+
+def can_run_inside(backend: AttentionBackend, query_len: int | None) -> bool:
+    """Whether the back end can run inside a full graph for this query length (None: ragged)."""
+    if query_len is None:
+        needs = "full"
+    elif query_len > 1:
+        needs = "uniform"
+    else:
+        needs = "uniform_single_token"
+    return CAPABILITIES.index(backend.capability) >= CAPABILITIES.index(needs)
+
+
+def is_paged_operator(backend: AttentionBackend) -> bool:
+    """Whether the back end is `weft::paged_attention` itself, at which piecewise graphs are cut."""
+    return backend.attend is _by_operator
 
 
 def _functional(q: Tensor, kv_pages: Tensor, *where: Any) -> Tensor:

@@ -31,7 +31,7 @@ from weft.meshes.collectives import (
     combine,
     mistake_in_pairs,
 )
-from weft.meshes.mesh import Mesh
+from weft.meshes.mesh import Mesh, coordinates_of, group_of
 from weft.meshes.placements import REDUCTIONS
 from weft.ops.register import define
 from weft.ops.transfers.transfer import find
@@ -107,7 +107,7 @@ def all_reduce(x: Tensor, axis: str, *, reduce_op: str = "sum") -> Tensor:
     tensor([4., 6.])
     """
     place = _find_place(f"all_reduce(x, {axis!r})", axis, x, reduce_op)
-    return _call(place, x, AllReduce(place.mesh.group(place.rank, axis), reduce_op=reduce_op))
+    return _call(place, x, AllReduce(group_of(place.mesh, place.rank, axis), reduce_op=reduce_op))
 
 
 def all_gather(x: Tensor, axis: str, *, dim: int = 0) -> Tensor:
@@ -120,7 +120,7 @@ def all_gather(x: Tensor, axis: str, *, dim: int = 0) -> Tensor:
     tensor([0, 1, 2, 3])
     """
     place = _find_place(f"all_gather(x, {axis!r}, dim={dim})", axis, x, dims=(dim,))
-    return _call(place, x, AllGather(place.mesh.group(place.rank, axis), dim=dim))
+    return _call(place, x, AllGather(group_of(place.mesh, place.rank, axis), dim=dim))
 
 
 def reduce_scatter(x: Tensor, axis: str, *, dim: int = 0, reduce_op: str = "sum") -> Tensor:
@@ -137,7 +137,9 @@ def reduce_scatter(x: Tensor, axis: str, *, dim: int = 0, reduce_op: str = "sum"
     """
     place = _find_place(f"reduce_scatter(x, {axis!r}, dim={dim})", axis, x, reduce_op, (dim,), dim)
     return _call(
-        place, x, ReduceScatter(place.mesh.group(place.rank, axis), reduce_op=reduce_op, dim=dim)
+        place,
+        x,
+        ReduceScatter(group_of(place.mesh, place.rank, axis), reduce_op=reduce_op, dim=dim),
     )
 
 
@@ -154,7 +156,7 @@ def all_to_all(x: Tensor, axis: str, *, split_dim: int, concat_dim: int) -> Tens
     """
     call = f"all_to_all(x, {axis!r}, split_dim={split_dim}, concat_dim={concat_dim})"
     place = _find_place(call, axis, x, dims=(split_dim, concat_dim), split=split_dim)
-    group = place.mesh.group(place.rank, axis)
+    group = group_of(place.mesh, place.rank, axis)
     return _call(place, x, AllToAll(group, split_dim=split_dim, concat_dim=concat_dim))
 
 
@@ -184,7 +186,7 @@ def ppermute(x: Tensor, axis: str, perm: Sequence[tuple[int, int]]) -> Tensor:
     if not isinstance(perm, Sequence) or not all(_is_pair(pair) for pair in perm):
         raise MeshError(call, f"perm is {perm!r:.60}", instead)
     pairs = tuple((source, to) for source, to in perm)
-    group = place.mesh.group(place.rank, axis)
+    group = group_of(place.mesh, place.rank, axis)
     if mistake := mistake_in_pairs(pairs, len(group)):
         raise MeshError(call, mistake, instead)
     return _call(place, x, PPermute(group, pairs=pairs))
@@ -197,7 +199,7 @@ def _is_pair(pair: Any) -> bool:
 def axis_index(axis: str) -> int:
     """This rank's place along an axis of the mesh; programs that branch on it differ by rank."""
     place = _find_axis(f"axis_index({axis!r})", axis)
-    return place.mesh.coordinates(place.rank)[axis]
+    return coordinates_of(place.mesh, place.rank)[axis]
 
 
 def axis_size(axis: str) -> int:

@@ -21,7 +21,7 @@ from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits
 from weft.transforms.engine.requests.host_state import sample_seeds
-from weft.transforms.engine.requests.prompts import EmbedsPrompt
+from weft.transforms.engine.requests.prompts import EmbedsPrompt, ids_of
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.threads import Threads
 from weft.trees import tree_map
@@ -100,7 +100,7 @@ def _forced(
     If the prompt has embeddings, each token takes its own pass over what precedes it, and is the
     only token allowed next.
     """
-    if isinstance(prompt, EmbedsPrompt) and EMBEDDED in prompt.ids:
+    if isinstance(prompt, EmbedsPrompt) and EMBEDDED in ids_of(prompt):
         told = [SamplingParams(temperature=0.0, allowed_token_ids=[token]) for token in tokens]
         before = [_longer(prompt, tokens[:count]) for count in range(len(tokens))]
         passes = (_complete(kind, device, call, *one, 1) for one in zip(told, before, strict=True))
@@ -125,7 +125,7 @@ def _longer(
     assert positions is not None, "drawn"
     embeds = torch.cat((embeds, embeds.new_zeros(len(tokens), embeds.shape[1])))
     after = (positions.max() + 1 + torch.arange(len(tokens))).expand(3, -1)
-    return EmbedsPrompt([*prompt.ids, *tokens], embeds, torch.cat((positions, after), dim=1))
+    return EmbedsPrompt([*ids_of(prompt), *tokens], embeds, torch.cat((positions, after), dim=1))
 
 
 def _complete(

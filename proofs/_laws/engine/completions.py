@@ -12,7 +12,7 @@ from weft.proofs.checks.difference import LawViolation
 from weft.proofs.serving import check_ends
 from weft.sampling import SamplingParams
 from weft.transforms.engine.completion import CompletionState
-from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.engine import Engine, is_under_way, num_unfinished
 from weft.transforms.engine.options import EngineLimits
 from weft.transforms.engine.requests.host_state import sample_seeds
 from weft.transforms.engine.requests.masks import Mask
@@ -86,7 +86,7 @@ def run(
     tracks = {} if tracks is None else tracks
     last = max(call.step for call in load.calls)
     step = 0
-    while step <= last or engine.num_unfinished:
+    while step <= last or num_unfinished(engine):
         check_ends(law, step - last)
         outputs = []
         before(step)
@@ -106,7 +106,7 @@ def run(
                     mask=call.mask,
                     extras=extras[index] if extras else None,
                 )
-            if call.aborted == step and engine.is_under_way(str(index)):
+            if call.aborted == step and is_under_way(engine, str(index)):
                 outputs += engine.abort(str(index))
         for output in [*outputs, *engine.step()]:
             tracks[int(output.id), output.index] = output.track

@@ -18,7 +18,7 @@ from weft.proofs._strategies.engine.odd import MUTE, OddCall, OddLoad, OddMask
 from weft.proofs.checks.difference import LawViolation
 from weft.proofs.serving import check_ends
 from weft.sampling import SamplingParams
-from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.engine import Engine, is_under_way, num_unfinished
 from weft.transforms.engine.outputs import RequestOutput
 
 # The largest embedding value that cannot make the logits NaN. Larger ones may overflow when
@@ -97,7 +97,7 @@ def _run(load: OddLoad, engine: Engine, tally: Tally) -> tuple[dict[str, OddCall
     outputs: Outputs = {}
     step = 0
     last = max(call.step for call in load.calls)
-    while step <= last or engine.num_unfinished:
+    while step <= last or num_unfinished(engine):
         check_ends("L11 faults", step - last)
         got = []
         for index, call in enumerate(load.calls):
@@ -107,7 +107,7 @@ def _run(load: OddLoad, engine: Engine, tally: Tally) -> tuple[dict[str, OddCall
                 o
                 for name, accepted in calls.items()
                 if accepted is call and call.aborted == step
-                for o in (engine.abort(name) if engine.is_under_way(name) else ())
+                for o in (engine.abort(name) if is_under_way(engine, name) else ())
             ]
         try:
             got += engine.step()

@@ -15,7 +15,7 @@ from weft.stages.config import parse_config
 from weft.stages.layout import split_model
 from weft.stages.model import Model
 from weft.stages.random_weights import random_params
-from weft.transforms.engine.requests.prompts import EmbedsPrompt
+from weft.transforms.engine.requests.prompts import EmbedsPrompt, ids_of
 
 _LAYERS = 4
 _STD = 0.2
@@ -178,7 +178,7 @@ def _asking(call: Call, logprobs: int | None, prompt: EmbedsPrompt | None) -> Ca
 
     If it asked for prompt logprobs, these get the same number, unless the prompt has embeddings,
     which have no logprobs."""
-    has_none = prompt is not None and EMBEDDED in prompt.ids
+    has_none = prompt is not None and EMBEDDED in ids_of(prompt)
     if has_none or call.sampling.prompt_logprobs is None:
         of_prompt = None
     else:

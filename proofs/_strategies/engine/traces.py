@@ -20,9 +20,15 @@ from weft.stages.layout import StageLayout, empty_states, split_layers
 from weft.stages.params import slice_params
 from weft.stages.random_weights import random_params
 from weft.state import State
-from weft.transforms.engine.options import Speculation
+from weft.transforms.engine.options import (
+    Speculation,
+    query_lens,
+    spare_pages,
+    with_drafter,
+    with_drafting,
+)
 from weft.transforms.engine.requests.host_state import Budget, Request
-from weft.transforms.engine.requests.prompts import EmbedsPrompt, read_content
+from weft.transforms.engine.requests.prompts import EmbedsPrompt, ids_of, read_content
 from weft.transforms.engine.requests.step_time import StepTime
 from weft.trees import tree_map
 
@@ -120,7 +126,7 @@ class Trace:
         options: dict[str, Any] = {"keep_logits": True, "num_drafts": count, "device": device}
         stages = [decoder_stage(self.config, layout, **options) for layout in layouts]
         if self.drafts:
-            return self.speculation(device).stages(stages)
+            return with_drafter(self.speculation(device), stages)
         return stages
 
     def speculation(self, device: torch.device | str = "cpu") -> Speculation:
@@ -154,7 +160,7 @@ class Trace:
         else:
             speculation = None
         if speculation:
-            spare = speculation.spare_pages(self.page_size)
+            spare = spare_pages(speculation, self.page_size)
         else:
             spare = 0
         layouts = self.layouts(num_stages)
@@ -168,7 +174,7 @@ class Trace:
             device=device,
         )
         if speculation:
-            return speculation.states(states, layouts)
+            return with_drafting(speculation, states, layouts)
         return states
 
 
@@ -217,8 +223,8 @@ def traces(
     tokens = draw(st.sampled_from((size, size + 3, 16)))
     mixed = draw(st.booleans())
     drafted = None if drafts is None else draw(drafts)
-    query_lens = (1,) if drafted is None else Speculation(drafted.num_tokens).query_lens
-    budget = Budget(num_rows, tokens, max_pages, num_cohorts, mixed, query_lens)
+    speculation = None if drafted is None else Speculation(drafted.num_tokens)
+    budget = Budget(num_rows, tokens, max_pages, num_cohorts, mixed, query_lens(speculation))
     window, reads_late = draw(st.sampled_from(((4, False), (1, True), (2, False), (3, True))))
     return Trace(
         config,
@@ -248,7 +254,7 @@ def _followers(draw: st.DrawFn, config: ModelConfig, leader: Arrival) -> Arrival
 def _with_image(config: ModelConfig, arrival: Arrival, image: int) -> st.SearchStrategy[Arrival]:
     def with_prompt(prompt: EmbedsPrompt) -> Arrival:
         request = attrs.evolve(
-            arrival.request, prompt=tuple(prompt.ids), prompt_content=read_content(prompt)
+            arrival.request, prompt=tuple(ids_of(prompt)), prompt_content=read_content(prompt)
         )
         return attrs.evolve(arrival, request=request)
 

@@ -33,8 +33,13 @@ from weft.transforms.pipelines.schedule import Job, decode_jobs, make_programs
 from weft.transforms.pipelines.timing.costs import Costs
 from weft.transforms.pipelines.timing.events import Event
 from weft.transforms.pipelines.timing.simulate import simulate
-from weft.transforms.pipelines.timing.timeline import Comparison, Timeline, compare, measure
-from weft.transforms.pipelines.transports.distributed import BackendName, Distributed
+from weft.transforms.pipelines.timing.timeline import (
+    Comparison,
+    compare,
+    make_timeline,
+    measure,
+)
+from weft.transforms.pipelines.transports.distributed import BackendName, Distributed, end_of
 from weft.transforms.pipelines.transports.launch import launch
 
 ROUNDS = 5
@@ -121,7 +126,7 @@ def seconds(fn: Callable[[], Any], device: torch.device) -> float:
 def link_costs(transport: Distributed, batch: Tensor) -> tuple[float, float]:
     """The latency in seconds and the bandwidth in bytes per second between ranks 0 and 1, from
     round trips of two sizes."""
-    end = transport.end
+    end = end_of(transport)
     rank = transport.rank
     timings = []
     for message in (batch[:1].clone(), batch.repeat(8, 1)):
@@ -218,7 +223,7 @@ def hold_together(ranks: Sequence[Measured], nbytes: int) -> list[Found]:
     )
     comparisons = []
     for index, case in enumerate(cases(len(ranks))):
-        measured = Timeline.of(
+        measured = make_timeline(
             _from_first_run([event for rank in ranks for event in rank.events[index]])
         )
         simulated = simulate(make_programs(len(ranks), case.jobs, advances=True), costs)

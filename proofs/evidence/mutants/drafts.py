@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.batch import Batch
+from weft.batch import Batch, continues
 from weft.ops.sampling.sample import sample_rows
 from weft.outputs import Output
 from weft.proofs.evidence.mutants.mutant import Mutant, replace
@@ -60,7 +60,7 @@ def _moved_by_all(state: State, batch: Batch, out: Output, num_tokens: Tensor) -
     old = state.positions[batch.rows]
     most = state.drafting.limits[batch.rows] - 2
     state = _advance_verified(state, batch, out, num_tokens)
-    wrong = batch.goes_on & (batch.rows >= 0) & (old <= most)
+    wrong = continues(batch) & (batch.rows >= 0) & (old <= most)
     moved = torch.where(wrong, torch.minimum(old + read, most), state.positions[batch.rows])
     state.positions[batch.rows] = moved
     return state

@@ -17,7 +17,7 @@ from weft.errors import RequestError
 from weft.proofs import serving
 from weft.proofs.evidence.mutants.mutant import Mutant, replace
 from weft.proofs.evidence.runs.suite import find
-from weft.sampling import SamplingParams
+from weft.sampling import SamplingParams, for_request
 from weft.stages.adapters.slots import write_slot
 from weft.stages.attention.rope import mrope_positions
 from weft.state import State
@@ -257,15 +257,13 @@ def _refused_where_it_is_admitted() -> Iterator[None]:
     """Parameters are not checked together with the model's end tokens before a step admits their
     request."""
 
-    for_request = SamplingParams.for_request
-
     def unchecked(
         params: SamplingParams, eos_token_ids: Iterable[int], seed: int
     ) -> SamplingParams:
         with mock.patch.object(SamplingParams, "_all_barred", return_value=None):
             return for_request(params, eos_token_ids, seed)
 
-    without = mock.patch.object(SamplingParams, "for_request", unchecked)
+    without = replace(_INPUTS, "for_request", unchecked)()
     with without, replace(_INPUTS, "write_rows", lambda *args: None)():
         yield
 

@@ -35,7 +35,7 @@ from tqdm import tqdm
 from weft.effects import Run
 from weft.errors import RankError
 from weft.meshes.collectives import AllGather, AllReduce, Collective, with_schema
-from weft.meshes.mesh import Mesh
+from weft.meshes.mesh import Mesh, group_of
 from weft.proofs.evidence.runs.sabotage import (
     HANG,
     MICROBATCHES,
@@ -122,7 +122,7 @@ _PLACES = [AtCollective(index, moment) for index in range(2) for moment in MOMEN
 
 def in_collective(mesh: Mesh, rank: int, index: int) -> str:
     """The instruction of a rank in a collective of `scale_together`, without its number."""
-    ranks = mesh.group(rank, "tensor")
+    ranks = group_of(mesh, rank, "tensor")
     rows = ROWS // MICROBATCHES
     if index == 0:
         effect: Collective = AllReduce(ranks)

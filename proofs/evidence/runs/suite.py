@@ -9,6 +9,7 @@ import attrs
 import torch
 from hypothesis import strategies as st
 
+from weft.descriptor import is_uniform
 from weft.errors import ArgumentError, CaptureError, LoweredModeWarning
 from weft.proofs import strategies
 from weft.proofs._laws.captures import (
@@ -227,7 +228,7 @@ def _commuted(data: st.DataObject, device: str) -> None:
     ladder = data.draw(strategies.ladders(scenario.batches()))
     microbatches = data.draw(st.integers(1, 3))
     if microbatches > 1:
-        ladder = tuple(d for d in ladder if d.is_uniform)
+        ladder = tuple(d for d in ladder if is_uniform(d))
     transforms_commute(
         scenario,
         data.draw(st.integers(1, scenario.config.num_layers)),

@@ -13,7 +13,7 @@ from rich.console import Console
 from weft import Limits, dispatch_table, graphify, make_ladder, pipeline
 from weft.descriptor import BatchDescriptor
 from weft.display.tables import Table, bars_over_text, columns, strip
-from weft.effects import Schema
+from weft.schema import Schema
 from weft.transforms import Costs, compare, decode_jobs, make_programs, plan_cohorts, simulate
 from weft.transforms.engine.generate import Completion
 

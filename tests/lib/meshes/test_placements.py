@@ -20,7 +20,7 @@ from torch.distributed.tensor import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from weft.errors import MeshError
-from weft.meshes.mesh import Mesh
+from weft.meshes.mesh import Mesh, coordinates_of
 from weft.meshes.placements import (
     Partial,
     PerRank,
@@ -142,7 +142,7 @@ def test_the_axis_that_is_named_first_cuts_first(order: tuple[str, str]) -> None
     layout = on_axes(Placements(**dict.fromkeys(order, Shard(0))), mesh, "f()")
     blocks = value.view(mesh.sizes[first], mesh.sizes[second], -1)
     for rank in mesh:
-        place = mesh.coordinates(rank)
+        place = coordinates_of(mesh, rank)
         assert torch.equal(
             part_of(value, layout, mesh, rank, "f()"), blocks[place[first], place[second]]
         )

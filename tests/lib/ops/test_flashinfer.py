@@ -13,7 +13,7 @@ from paged_cases import DECODE, FIXED, Request, Shape, assert_matches, dense, dr
 from torch import Tensor
 
 from weft.errors import DeviceError
-from weft.ops.attention.backends import _PLANS, BACKENDS, attend_by_handle
+from weft.ops.attention.backends import _PLANS, BACKENDS, attend_by_handle, check_support
 from weft.sampling import SamplingParams
 from weft.stages.config import parse_config
 from weft.stages.model import Model
@@ -206,7 +206,9 @@ def test_a_derivative_goes_through_torch(longest: int, monkeypatch: pytest.Monke
 
 def test_without_the_package_or_a_gpu_it_says_so() -> None:
     with pytest.raises(DeviceError, match="runs on cuda, not on cpu"):
-        FLASHINFER.check("weft.load(...)", torch.device("cpu"), torch.bfloat16, 128, 0)
+        check_support(FLASHINFER, "weft.load(...)", torch.device("cpu"), torch.bfloat16, 128, 0)
     if find_spec("flashinfer") is None:
         with pytest.raises(DeviceError, match="lacks the package flashinfer-python"):
-            FLASHINFER.check("weft.load(...)", torch.device("cuda"), torch.bfloat16, 128, 0)
+            check_support(
+                FLASHINFER, "weft.load(...)", torch.device("cuda"), torch.bfloat16, 128, 0
+            )

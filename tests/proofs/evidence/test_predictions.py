@@ -5,7 +5,7 @@ import attrs
 import pytest
 import torch
 
-from weft.effects import AllGather, AllReduce, AllToAll, Schema, TensorSchema
+from weft.meshes.collectives import AllGather, AllReduce, AllToAll
 from weft.proofs.evidence.pages.predictions import (
     Decode,
     calibrate,
@@ -16,6 +16,7 @@ from weft.proofs.evidence.pages.predictions import (
     table,
 )
 from weft.proofs.evidence.pages.records import read
+from weft.schema import Schema, TensorSchema
 from weft.transforms.pipelines.timing.hardware import Machine
 
 WITHIN = 0.1

@@ -61,6 +61,12 @@ def test_each_name_has_one_home() -> None:
     assert several == [["weft.WeftError", "weft.errors.WeftError"]]
 
 
+def test_the_surface_is_small() -> None:
+    """At most 300 names, methods and properties, of which the laws and strategies are 75."""
+    lines = surface().splitlines()
+    assert len([line for line in lines if not line.startswith("weft.proofs")]) <= 225
+
+
 class Sized:
     def run(self) -> None: ...
 

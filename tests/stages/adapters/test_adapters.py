@@ -21,7 +21,7 @@ from weft.batch import Batch
 from weft.donation import clone
 from weft.errors import CheckpointError, CheckpointNotFoundError, ConfigError, RequestError
 from weft.ops.products.gate import silu_mul
-from weft.sampling import SamplingParams
+from weft.sampling import SamplingParams, for_request
 from weft.stages.adapters.adapter import Adapter
 from weft.stages.adapters.slots import reserve_slots, stage_params, with_adapters, write_slot
 from weft.stages.config import parse_config
@@ -118,7 +118,7 @@ def logits(model: Model, adapters: list[Adapter], slot: int, num_stages: int = 1
         [decoder_stage(model.config, layout, keep_logits=True) for layout in layouts],
         advance=advance,
     )
-    greedy = SamplingParams(temperature=0.0).for_request((), 0)
+    greedy = for_request(SamplingParams(temperature=0.0), (), 0)
     states = tuple(
         admit(s, [0], [range(4)], [greedy], [PROMPT], adapters=[slot])
         for s in empty_state(model, layouts)
@@ -239,7 +239,7 @@ def test_a_slot_is_written_anew_without_a_capture(folders: dict[str, Path], tmp_
         compose([decoder_stage(model.config, layouts[0], keep_logits=True)], advance=advance)
     )
     state = empty_state(model, layouts)
-    greedy = SamplingParams(temperature=0.0).for_request((), 0)
+    greedy = for_request(SamplingParams(temperature=0.0), (), 0)
     base = logits(model, [], -1)
     for adapter, expected_logits in (
         (None, base),
@@ -426,7 +426,7 @@ def test_graphs_differ_by_the_number_of_adapters(folders: dict[str, Path], tmp_p
         adapters.append(weft.load_adapter(model, tmp_path / str(seed)))
     params = stage_params(model, layouts, adapters)
     plain = compose([decoder_stage(model.config, layouts[0], keep_logits=True)], advance=advance)
-    greedy = SamplingParams(temperature=0.0).for_request((), 0)
+    greedy = for_request(SamplingParams(temperature=0.0), (), 0)
 
     slots = [0, 1, 2, 3, 4, -1]
     pages = [range(4 * i, 4 * i + 4) for i in range(6)]

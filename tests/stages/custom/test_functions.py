@@ -16,9 +16,10 @@ from weft.sampling import SamplingParams
 from weft.stages import StageFunctions
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
+from weft.stages.custom.functions import caching_policy
 from weft.stages.custom.sown import sow
 from weft.stages.decoder import attention, feed_forward, norm
-from weft.stages.model import Model
+from weft.stages.model import Model, model_facts
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.generate import generate
 from weft.transforms.engine.options import Speculation
@@ -224,16 +225,17 @@ def test_functions_print_as_what_they_are_and_name_their_policy() -> None:
     assert str(StageFunctions(extras=value)) == "extra a: [2] torch.float32"
     assert str(StageFunctions(carries=value)) == "carried a: [2] torch.float32"
     policies = [
-        StageFunctions(**names).policy for names in ({}, {"captures": value}, {"carries": value})
+        caching_policy(StageFunctions(**names))
+        for names in ({}, {"captures": value}, {"carries": value})
     ]
     assert policies == ["full", "none", "none"]
-    assert StageFunctions(captures=value, prefix_caching="recompute").policy == "recompute"
+    assert caching_policy(StageFunctions(captures=value, prefix_caching="recompute")) == "recompute"
 
 
 def test_an_engine_of_a_model_with_own_stages_says_what_it_has(model: Model) -> None:
     steered_model = model.with_stages(layers={STEERED: plus(torch.zeros(model.config.hidden_size))})
-    assert "layer 1=" in steered_model.facts["stages"]
-    assert model.facts["stages"] == f"{StageFunctions()}" == "the decoder's own"
+    assert "layer 1=" in model_facts(steered_model)["stages"]
+    assert model_facts(model)["stages"] == f"{StageFunctions()}" == "the decoder's own"
     engine = Engine(steered_model)
     engine.add(PROMPTS[0], max_tokens=3)
     assert sum(len(output.token_ids) for output in engine) == 3

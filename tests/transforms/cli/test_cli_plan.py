@@ -11,7 +11,7 @@ import pytest
 from cli_calls import Weft, assert_refused
 
 from weft.display.durations import duration
-from weft.effects import Program, Send
+from weft.effects import Send, parse_listing
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
 from weft.stages.params import num_bytes
@@ -160,7 +160,7 @@ def test_the_default_number_of_cohorts_is_the_best_of_the_table(run: Weft, folde
 
 def test_the_programs_parse_and_pass_their_check(run: Weft, folder: str) -> None:
     report = predicted(run, folder, "--pp", "4", "--cohorts", "2", "--steps", "3")
-    programs = [Program.parse(text) for text in report["programs"]]
+    programs = parse_listing("\n".join(report["programs"]))
     check(programs)
     ran = [(e["rank"], e["effect"]) for e in report["timeline"]["events"]]
     assert ran == [(p.rank, str(e)) for p in programs for e in p.effects]
@@ -202,9 +202,7 @@ def test_programs_are_printed_when_asked_for(run: Weft, folder: str) -> None:
     assert code == 0
     assert "\nRank N stands for the 2 ranks of stage N, which run alike.\n" in out
     _, text = out.split("programs of this timeline, of the first rank of each stage\n")
-    programs = [
-        Program.parse(f"rank {one}") for one in text.strip().removeprefix("rank ").split("\nrank ")
-    ]
+    programs = parse_listing(text)
     assert [(one.rank, one.num_ranks) for one in programs] == [(0, 6), (2, 6), (4, 6)]
     assert [
         {effect.to for effect in one.effects if isinstance(effect, Send)} for one in programs

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from weft.batch import Batch
-from weft.descriptor import BatchDescriptor
+from weft.descriptor import BatchDescriptor, is_uniform
 from weft.ops.attention.backends import BACKENDS
 from weft.ops.tiles.linear import gated_many_tile, linear_tile
 from weft.ops.tiles.tile import MANY_TOKENS
@@ -25,9 +25,9 @@ from weft.transforms.engine import options, setup
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.engine.stats import Stats
-from weft.transforms.engine.steps import classes as module
+from weft.transforms.engine.steps import classes as module, executor
 from weft.transforms.engine.steps.classes import Classes
-from weft.transforms.graphs.graphified import Graphified
+from weft.transforms.graphs.graphified import Graphified, rehearse_call
 from weft.transforms.graphs.ladder import MODES, Ladder, Limits, make_ladder
 
 LADDERS = {mode: make_ladder(mode, Limits(5, 64)) for mode in MODES}
@@ -46,7 +46,7 @@ def test_a_step_runs_under_the_class_of_the_default_mode(
     graphs = Classes(default)
     uniform = [BatchDescriptor.uniform(n, q) for n in range(1, 8) for q in query_lens]
     for descriptor in [*uniform, *(BatchDescriptor(t, min(t, 2)) for t in range(1, 70))]:
-        if query_lens == (1,) or mode not in ("full", "piecewise") or not descriptor.is_uniform:
+        if query_lens == (1,) or mode not in ("full", "piecewise") or not is_uniform(descriptor):
             expected = graphs.of(descriptor)
             large = expected.mode == "none"
             assert classes.of(descriptor).descriptor == (
@@ -54,7 +54,7 @@ def test_a_step_runs_under_the_class_of_the_default_mode(
             )
         assert mode != "none" or classes.of(descriptor).mode == "none"
         assert mode != "full_decode_only" or classes.of(descriptor).mode == (
-            "full" if descriptor.is_uniform else "none"
+            "full" if is_uniform(descriptor) else "none"
         )
 
 
@@ -259,11 +259,10 @@ def test_what_has_no_graph_runs_once_when_an_engine_warms_up(
     model = random_model(parse_config(PRESETS["tiny"], source="a test"), seed=0)
     monkeypatch.setattr(module, "_MOST_CAPTURED_IF_SMALL", 8)
     ran = list[str]()
-    rehearse = Graphified.rehearse
     monkeypatch.setattr(
-        Graphified,
-        "rehearse",
-        lambda self, *args: ran.append(str(args[2].descriptor)) or rehearse(self, *args),
+        executor,
+        "rehearse_call",
+        lambda graph, *args: ran.append(str(args[2].descriptor)) or rehearse_call(graph, *args),
     )
     expected, _ = say(model, "full_decode_only", **options)
     assert not ran

@@ -17,7 +17,7 @@ from weft.proofs._strategies.engine.engines import small_adapters, small_model
 from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.completion import CompletionState
-from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.engine import Engine, is_under_way, num_unfinished
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.graphs.ladder import MODES
@@ -373,7 +373,7 @@ def test_streams_side_by_side_are_the_completions(demo: Model) -> None:
     for outputs, completion in zip(asyncio.run(all_of_them()), whole, strict=True):
         assert "".join(output.text or "" for output in outputs) == completion.text
         assert outputs[-1].finish_reason == completion.finish_reason
-    assert engine.is_idle or engine.num_unfinished == 0
+    assert engine.is_idle or num_unfinished(engine) == 0
     assert asyncio.run(all_of_them())[0][-1].track.text == whole[0].text, (
         "on another event loop, later"
     )
@@ -388,12 +388,12 @@ def test_a_consumer_that_goes_away_aborts_its_request(leaves: str) -> None:
         goes = asyncio.create_task(
             read(engine, [1, 2], 2 if leaves == "closes" else None, max_tokens=20, id="gone")
         )
-        while leaves == "is cancelled" and not engine.is_under_way("gone"):
+        while leaves == "is cancelled" and not is_under_way(engine, "gone"):
             await asyncio.sleep(0)
         if leaves == "is cancelled":
             goes.cancel()
         await asyncio.wait([goes])
-        assert not engine.is_under_way("gone")
+        assert not is_under_way(engine, "gone")
         return await stays
 
     outputs = asyncio.run(both())

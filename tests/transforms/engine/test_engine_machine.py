@@ -23,6 +23,7 @@ from weft.stages.adapters.adapter import Adapter
 from weft.stages.model import Model
 from weft.stages.random_weights import random_adapter
 from weft.stages.shares import adaptable
+from weft.transforms.engine.engine import num_unfinished
 from weft.transforms.engine.options import Speculation
 from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.graphs.ladder import MODES
@@ -224,6 +225,6 @@ def play(machine: EngineMachine, draw: random.Random) -> None:
         machine.step(count=draw.randint(1, 3))
         machine.add(seed=draw.getrandbits(32))
         machine.step(count=draw.randint(1, 3))
-        if draw.random() < 0.7 and machine.engine.num_unfinished > 1:
+        if draw.random() < 0.7 and num_unfinished(machine.engine) > 1:
             machine.abort(seed=draw.getrandbits(32))
     machine.teardown()

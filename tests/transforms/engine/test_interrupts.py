@@ -20,7 +20,7 @@ from weft.proofs._strategies.engine.engines import small_model
 from weft.proofs._strategies.engine.interrupts import Outside, Places, press_ctrl_c, raise_outside
 from weft.sampling import SamplingParams
 from weft.transforms.engine import calls
-from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.engine import Engine, is_under_way, num_unfinished
 from weft.transforms.engine.options import EngineLimits
 from weft.transforms.engine.outputs import OutputProcessor, RequestOutput
 from weft.transforms.engine.requests.host_state import HostState, sample_seeds
@@ -32,7 +32,7 @@ GREEDY = SamplingParams(temperature=0.0)
 CALLS = "step", "add", "abort"
 # They change the engine, too.
 OTHER_CALLS = "launch", "update", "reset_prefix_cache", "warm_up", "stream"
-READS = "graphs", "is_idle", "is_ready", "is_under_way", "num_unfinished", "stats"
+READS = "graphs", "is_idle", "stats"
 _MOST_STEPS = 300
 _ENGINE = "weft.transforms.engine."
 PLACES = Places(
@@ -121,14 +121,14 @@ class Session:
         most = self.draw.randrange(1, 9)
         self.requests[name] = prompt, sampling, most
         self.call("add", lambda: self.engine.add(prompt, sampling, max_tokens=most, id=name))
-        if not self.engine.is_under_way(name):  # nothing of it is there: the same name is free
+        if not is_under_way(self.engine, name):  # nothing of it is there: the same name is free
             del self.requests[name]
             if self.draw.random() < 0.5:
                 self.engine.add(prompt, sampling, max_tokens=most, id=name)
                 self.requests[name] = prompt, sampling, most
 
     def abort(self) -> None:
-        open_ones = [name for name in self.requests if self.engine.is_under_way(name)]
+        open_ones = [name for name in self.requests if is_under_way(self.engine, name)]
         if open_ones:
             name = self.draw.choice(open_ones)
             self.take(self.call("abort", lambda: self.engine.abort(name)) or [])
@@ -358,7 +358,7 @@ def test_an_own_handler_of_ctrl_c_is_called_when_the_call_has_ended() -> None:
         assert not states
         return [7]
 
-    before = signal.signal(signal.SIGINT, lambda *_: states.append(engine.num_unfinished))
+    before = signal.signal(signal.SIGINT, lambda *_: states.append(num_unfinished(engine)))
     try:
         engine.add([1, 2], max_tokens=1, mask=pressed)
         engine.step()
@@ -429,7 +429,7 @@ def test_signals_of_the_system(runs_nightly: bool) -> None:
             number += 1
             for name, prompt in names.items():
                 presser.call(functools.partial(engine.add, prompt, GREEDY, max_tokens=6, id=name))
-                assert engine.is_under_way(name)
+                assert is_under_way(engine, name)
             while not engine.is_idle:
                 for output in presser.call(engine.step) or ():
                     said.setdefault(output.id, []).extend(output.token_ids)
@@ -507,7 +507,7 @@ def test_threads_that_call_as_they_like_are_served_or_refused(runs_nightly: bool
                     except EngineError as error:
                         refused.append(error)
                         time.sleep(0.001)
-                while engine.is_under_way(name):
+                while is_under_way(engine, name):
                     try:
                         for output in engine.step():
                             said.setdefault(output.id, []).extend(output.token_ids)

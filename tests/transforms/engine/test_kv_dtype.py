@@ -14,7 +14,7 @@ from weft.stages import decoder
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
 from weft.stages.layout import split_layers
-from weft.stages.model import Model
+from weft.stages.model import Model, model_facts
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.generate import generate
 from weft.transforms.engine.options import EngineLimits, Speculation
@@ -107,7 +107,7 @@ def test_it_takes_half_the_memory(model: Model, plain: Model) -> None:
     )
     assert (kept.dtype, kept.shape) == (FP8, whole.shape)
     assert 4 * kept.nbytes == whole.nbytes
-    assert model.facts["kv_dtype"] != plain.facts["kv_dtype"]
+    assert model_facts(model)["kv_dtype"] != model_facts(plain)["kv_dtype"]
 
 
 def test_what_cannot_have_it_is_refused(model: Model) -> None:

@@ -13,7 +13,7 @@ from hypothesis import example, given, strategies as st
 from weft.errors import RequestError
 from weft.proofs._laws.engine.completions import alone
 from weft.proofs._strategies.engine.engines import Half, small_model
-from weft.sampling import SamplingParams
+from weft.sampling import SamplingParams, for_request
 from weft.transforms.engine import outputs as outputs_module
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits
@@ -143,7 +143,7 @@ def test_a_mask_without_a_budget_takes_any_time(clock: Clock) -> None:
 def processor(mask: SlowMask) -> OutputProcessor:
     """A rank's outputs, of one request with two completions."""
     output_processor = OutputProcessor(None, 12)
-    params = GREEDY.for_request((), 0)
+    params = for_request(GREEDY, (), 0)
     requests = [Request(name, (1, 2), 4, params, is_masked=True) for name in ("a", "a[1]")]
     output_processor.add("a", requests, 0, mask)
     output_processor.add(

@@ -13,7 +13,7 @@ from weft.proofs._strategies.engine.engines import small_model
 from weft.sampling import SamplingParams
 from weft.stages.checkpoints.known_models import DEMO
 from weft.transforms.engine.completion import CompletionState
-from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.engine import Engine, is_under_way
 from weft.transforms.engine.options import EngineLimits
 from weft.transforms.engine.outputs import RequestOutput
 
@@ -88,7 +88,7 @@ def test_an_abort_ends_the_stream_of_its_request() -> None:
         task = asyncio.create_task(
             _read(engine, [1, 2], sampling=SamplingParams(temperature=1.0, n=2, seed=1), id="a")
         )
-        while not engine.is_under_way("a") or not engine.stats().running:
+        while not is_under_way(engine, "a") or not engine.stats().running:
             await asyncio.sleep(0)
         engine.abort("a")
         return await asyncio.wait_for(task, 20)

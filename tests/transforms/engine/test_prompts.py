@@ -13,12 +13,12 @@ from weft.batch import EMBEDDED
 from weft.errors import RequestError
 from weft.proofs._strategies.engine.embeds import with_mrope
 from weft.proofs._strategies.engine.engines import small_model
-from weft.sampling import SamplingParams
+from weft.sampling import SamplingParams, for_request
 from weft.stages.model import Model
-from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.options import EngineLimits
+from weft.transforms.engine.engine import Engine, num_unfinished
+from weft.transforms.engine.options import EngineLimits, resolve_limits
 from weft.transforms.engine.requests.host_state import Request
-from weft.transforms.engine.requests.prompts import EmbedsPrompt, read_content
+from weft.transforms.engine.requests.prompts import EmbedsPrompt, ids_of, read_content
 from weft.transforms.engine.scheduler import add, schedule
 from weft.transforms.engine.split import Split
 from weft.transforms.pipelines.transports.threads import Threads
@@ -95,7 +95,7 @@ def test_what_was_generated_is_found_where_it_stands(model: Model) -> None:
         Engine(model, LIMITS, graph="none"), again, max_tokens=3
     )
     assert engine.stats().prefix_tokens - before == 16
-    text = EmbedsPrompt(again.ids, again.inputs_embeds)
+    text = EmbedsPrompt(ids_of(again), again.inputs_embeds)
     before = engine.stats().prefix_tokens
     served(engine, text, max_tokens=3)
     assert engine.stats().prefix_tokens - before == 4
@@ -134,10 +134,10 @@ def test_embeddings_alone_and_their_copies(model: Model) -> None:
 
 
 def test_ranks_after_the_first_get_neither(model: Model) -> None:
-    budget = LIMITS.resolve(model, Split(Threads(), 2)).budget
+    budget = resolve_limits(LIMITS, model, Split(Threads(), 2)).budget
     host = Engine(model, LIMITS, pipeline=2)._host
     content = read_content(image())
-    sampling = SamplingParams(temperature=0.0).for_request((), 0)
+    sampling = for_request(SamplingParams(temperature=0.0), (), 0)
     _, (work,) = schedule(
         add(host, Request("a", tuple(IDS), 3, sampling, prompt_content=content), budget), budget
     )
@@ -213,7 +213,7 @@ def test_what_does_not_fit_is_named(model: Model, case: str) -> None:
     assert caught.value.instead.startswith(instead)
     with pytest.raises(RequestError, match=r"weft\.generate\(model, prompts"):
         weft.generate(model, [TEXT, attrs.evolve(image(), **changes)], max_tokens=2)
-    assert engine.num_unfinished == 0
+    assert num_unfinished(engine) == 0
 
 
 def test_what_a_model_or_a_request_cannot_have() -> None:

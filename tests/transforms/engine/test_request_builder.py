@@ -10,7 +10,7 @@ import weft
 from weft.errors import RequestError
 from weft.proofs._strategies.engine.engines import small_adapters, small_model
 from weft.sampling import SamplingParams
-from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.engine import Engine, num_unfinished
 from weft.transforms.engine.options import EngineLimits
 
 REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
@@ -54,7 +54,7 @@ def test_parameters_like_the_last_ones_are_looked_at_as_if_they_were_the_first()
         with pytest.raises(RequestError, match="SamplingParams"):
             engine.add([1], wrong, max_tokens=2)
     engine.add([1], biased, max_tokens=2)
-    assert engine.num_unfinished == 4
+    assert num_unfinished(engine) == 4
     for token, bias in ((99, 1.0), (5, math.nan), (-1, 1.0), (True, 1.0)):
         changed: Any = SamplingParams(temperature=0.0, logit_bias={3: 1.0})
         changed.logit_bias[token] = bias

@@ -13,6 +13,7 @@ from shares import LIMITS, PROMPTS, Asked, model_of, run, run_rank
 import weft
 from weft.errors import ConfigError, ProgramError, RequestError
 from weft.stages.custom.functions import StageFunctions
+from weft.stages.model import model_facts
 from weft.transforms.engine.options import Speculation
 from weft.transforms.pipelines.transports.launch import launch
 
@@ -173,9 +174,11 @@ def test_the_leaves_are_in_the_facts_of_a_model() -> None:
     """They are other bits: so ranks must agree on them, and a certificate has them."""
     cut = weft.load("demo", "cpu", batch_invariant=True, reduction_leaves=4)
     other = weft.load("demo", "cpu", batch_invariant=True)
-    assert "4 reduction leaves" in cut.facts["stages"]
-    assert other.facts["stages"] == "batch invariant"
-    assert cut.facts["stages"] == other.with_stages(reduction_leaves=4).facts["stages"]
+    assert "4 reduction leaves" in model_facts(cut)["stages"]
+    assert model_facts(other)["stages"] == "batch invariant"
+    assert (
+        model_facts(cut)["stages"] == model_facts(other.with_stages(reduction_leaves=4))["stages"]
+    )
     options: dict[str, Any] = {"max_tokens": 4, "seed": 0}
     certificates = [
         weft.generate(model, ["A list"], **options)[0].certificate() for model in (cut, other)

@@ -20,6 +20,7 @@ from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import Model
 from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.detokenizing import special_ids
+from weft.transforms.engine.generate import token_texts
 from weft.transforms.engine.requests.host_state import Request
 from weft.transforms.engine.steps.results import StepResult
 
@@ -202,8 +203,8 @@ def test_a_completion_without_text(demo: Model, plain: list[weft.Completion]) ->
     assert [(completion.text, completion.token_ids) for completion in completions] == [
         (None, completion.token_ids) for completion in plain
     ]
-    assert "".join(plain[0].token_texts) == plain[0].text
-    assert completions[0].token_texts == [f"{token} " for token in completions[0].token_ids]
+    assert "".join(token_texts(plain[0])) == plain[0].text
+    assert token_texts(completions[0]) == [f"{token} " for token in completions[0].token_ids]
 
 
 # Ranks

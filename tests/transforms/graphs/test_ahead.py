@@ -30,6 +30,7 @@ from weft.stages.checkpoints.loading import load
 from weft.torchapi.private import storage_id
 from weft.torchapi.watching import OperatorWatch
 from weft.transforms.engine.setup import make_runner, make_state
+from weft.transforms.graphs.graphified import Graphified, rehearse_call
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits
 from weft.transforms.graphs.lower import _are_own, _kind, _Zeros, compile_ahead, compiling_at_once
@@ -237,7 +238,7 @@ def test_a_call_without_a_graph_is_rehearsed_on_padding() -> None:
     graph = graphify(step, ladder=[BatchDescriptor(2, 2)], donate_argnames=("total",))
     total = torch.ones(())
     for size in (5, 9):
-        graph.rehearse(total, Rows(BatchDescriptor(size, size), torch.ones(size, 3)))
+        rehearse_call(graph, total, Rows(BatchDescriptor(size, size), torch.ones(size, 3)))
     assert [x.tolist() for x in ran] == [[[0.0] * 3] * size for size in (5, 9)]
     assert float(total) == 1
     assert graph.cache_info().currsize == 0
@@ -259,12 +260,12 @@ def test_a_call_with_a_graph_is_planned_and_nothing_runs(monkeypatch: pytest.Mon
         torch.ones(()),
         *(Rows(BatchDescriptor(n, n), torch.ones(n, 3)) for n in (2, 4)),
     )
-    graph.rehearse(total, few)
+    rehearse_call(graph, total, few)
     assert not ran, "it has no graph yet"
     graph.capture(total, few)
     count = len(ran)
     for rows in (few, many):
-        graph.rehearse(total, rows)
+        rehearse_call(graph, total, rows)
     assert (len(ran), float(total)) == (count, 1)
     monkeypatch.setattr(type(graph), "_call", None)  # where no fast path is found
     total, _ = graph(total, few)
@@ -277,7 +278,7 @@ def test_a_rehearsal_refuses_what_a_capture_refuses() -> None:
     unhashable = type("Other", (), {"__hash__": None})()
     for size in (2, 5):
         with pytest.raises(CaptureError, match="other is not a tensor and cannot be hashed"):
-            graph.rehearse(Rows(BatchDescriptor(size, size), torch.ones(size, 3)), unhashable)
+            rehearse_call(graph, Rows(BatchDescriptor(size, size), torch.ones(size, 3)), unhashable)
 
 
 class Mode(TorchFunctionMode):
@@ -302,7 +303,7 @@ def test_a_call_in_other_surroundings_is_planned_too(
     x = torch.ones(3)
     with around():
         graph.capture(x)
-        graph.rehearse(x)
+        rehearse_call(graph, x)
         monkeypatch.setattr(type(graph), "_call", None)
         assert graph(x).tolist() == [2.0] * 3
 
@@ -312,7 +313,7 @@ def test_a_rehearsal_takes_nothing_from_the_generator_of_its_caller() -> None:
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    graph.rehearse(Rows(BatchDescriptor(5, 5), torch.ones(5, 3)))
+    rehearse_call(graph, Rows(BatchDescriptor(5, 5), torch.ones(5, 3)))
     assert torch.rand(3).equal(expected)
 
 
@@ -333,21 +334,21 @@ def test_a_class_that_finds_no_memory_is_left_to_the_capture() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:full. the device's memory was full")
-@pytest.mark.parametrize("how", ["capture", "rehearse", "__call__"])
-def test_where_the_memory_is_full_a_rank_of_a_mesh_raises(how: str) -> None:
+@pytest.mark.parametrize("how", [Graphified.capture, rehearse_call, Graphified.__call__])
+def test_where_the_memory_is_full_a_rank_of_a_mesh_raises(how: Any) -> None:
     """It cannot go on by itself: the others wait for its collectives."""
 
     def full(rows: Rows) -> Rows:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     graph = graphify(full, ladder=[BatchDescriptor(2, 2)])
-    size = 3 if how == "rehearse" else 2
+    size = 3 if how is rehearse_call else 2
     rows = Rows(BatchDescriptor(size, size), torch.ones(size, 3))
     with placed(Place(Mesh(tensor=2), 1)), pytest.raises(torch.OutOfMemoryError):
-        getattr(graph, how)(rows)
-    if how != "__call__":
+        how(graph, rows)
+    if how is not Graphified.__call__:
         with placed(Place(Mesh(tensor=1), 0)):  # no other rank waits
-            getattr(graph, how)(rows)
+            how(graph, rows)
 
 
 def test_it_neither_writes_what_graphs_read_nor_fails_where_the_memory_is_full() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import weft
 from weft.errors import CaptureError
+from weft.transforms.graphs.graphified import num_pieces
 
 
 def sorts(x: Tensor) -> Tensor:
@@ -85,7 +86,7 @@ def test_operators_in_every_way_to_name_them(operators: Any) -> None:
         return sorts(x)
 
     assert decorated(torch.tensor([3.0, 1.0])).tolist() == [3, 7]
-    assert decorated.num_pieces() == (2,)
+    assert num_pieces(decorated) == (2,)
     assert decorated.__name__ == "decorated"
 
 

@@ -144,9 +144,3 @@ def test_params_are_looked_at_before_the_batch() -> None:
 def test_a_batch_without_a_tensor_is_named() -> None:
     with pytest.raises(DescriptorError, match=r"no tensor in 2\.0, a float"):
         pipeline([scale] * 2, microbatches=2)(PARAMS[:2], STATES[:2], 2.0)
-
-
-def test_a_number_of_steps_that_cannot_be_is_refused() -> None:
-    with pytest.raises(ProgramError) as error:
-        pipeline([scale]).repeat(PARAMS[:1], STATES[:1], torch.ones(2), -1)
-    assert error.value.call == "pipeline(<1 stage>).repeat(..., -1)"

@@ -9,18 +9,9 @@ import pytest
 from hypothesis import HealthCheck, find, given, settings
 from planting import FED, OTHER, SCHEMA, Fault, before, planted, program, refused, replaced, without
 
-from weft.effects import (
-    Broadcast,
-    Collective,
-    Effect,
-    Fence,
-    Program,
-    Recv,
-    Run,
-    Send,
-    parse_effect,
-)
+from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send, parse_effect
 from weft.errors import ProgramError
+from weft.meshes.collectives import Collective
 from weft.proofs._laws.schedule import (
     broken_programs_are_refused,
     checker_is_right,

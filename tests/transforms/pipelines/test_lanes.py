@@ -13,6 +13,7 @@ from torch import Tensor
 import weft
 from weft.effects import Broadcast, Recv, Send
 from weft.errors import MeshError, ProgramError, WeftError
+from weft.meshes.mesh import coordinates_of, group_of
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.lanes import lane_rank, pipeline_mesh, spread
 from weft.transforms.pipelines.machine import interleave
@@ -106,7 +107,7 @@ def test_entries_are_counted_by_ranks() -> None:
 def on_lanes(graphs: bool) -> tuple[list[Tensor], Tensor]:
     """The results of three calls, in a process for each rank."""
     transport, (params, x, _) = Distributed(), example_call()
-    place = MESH.coordinates(transport.rank)
+    place = coordinates_of(MESH, transport.rank)
     stages: list[Any] = [
         graphify(stage, collectives=True) if graphs else stage for stage in (first, second)
     ]
@@ -139,7 +140,7 @@ def test_each_lane_has_the_programs_of_one_pipeline(sizes: dict[str, int]) -> No
         len(program.effects) for program in lane_programs
     )
     for rank in mesh:
-        lane = mesh.group(rank, "pipeline")
+        lane = group_of(mesh, rank, "pipeline")
         stage_program = programs[lane_rank(mesh, rank)]
         for ours, theirs in zip(lane_programs[rank].effects, stage_program.effects, strict=True):
             if isinstance(theirs, Send):

@@ -9,12 +9,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from weft.effects import Program, Recv, Run, Schema, Send, parse_listing
+from weft.effects import Program, Recv, Run, Send, parse_listing
 from weft.errors import ProgramError
 from weft.proofs._laws.engine.serving import stages_agree
 from weft.proofs._laws.schedule import own_schedules_are_compositions
 from weft.proofs._strategies.engine.traces import traces
 from weft.proofs._strategies.schedules import Woven, woven_programs
+from weft.schema import Schema
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.microbatch import scan
 from weft.transforms.pipelines.pipeline import compose, pipeline

@@ -16,11 +16,12 @@ from torch import Tensor
 from weft.batch import Batch
 from weft.descriptor import BatchDescriptor
 from weft.donation import clone, donated_argnames, donates
-from weft.effects import Program, Schema, TensorSchema
+from weft.effects import parse_listing
 from weft.errors import DonatedError, ProgramError
 from weft.outputs import IntermediateTensors
 from weft.proofs import assert_equal
 from weft.proofs.strategies import Function, stage_lists
+from weft.schema import Schema, TensorSchema
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.microbatch import microbatch, scan
 from weft.transforms.pipelines.pipeline import compose, pipeline
@@ -42,7 +43,7 @@ def test_the_programs_print_and_parse() -> None:
         "  run advance [mb 0]",
     ]
     ranks = ["rank" + part for part in text.split("rank")[1:]]
-    assert tuple(map(Program.parse, ranks)) == step.programs(2)
+    assert parse_listing("\n".join(ranks)) == step.programs(2)
     assert repr(step) == "<pipeline of 3 stages, 2 micro-batches>"
 
 

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 from refusal import refused
 
-from weft.effects import Broadcast, Fence, Program, Recv, Run, Schema, Send, TensorSchema
+from weft.effects import Broadcast, Fence, Program, Recv, Run, Send
 from weft.errors import ProgramError
 from weft.proofs.strategies import job_lists
+from weft.schema import Schema, TensorSchema
 from weft.transforms.pipelines.checker import check
 from weft.transforms.pipelines.machine import Step, interleave, puts, takes
 from weft.transforms.pipelines.schedule import (

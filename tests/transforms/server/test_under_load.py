@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from serving import Served, served
 
 from weft.stages.model import Model
-from weft.transforms.engine.engine import Engine
+from weft.transforms.engine.engine import Engine, num_unfinished
 from weft.transforms.engine.options import EngineLimits
 from weft.transforms.server.bodies import ServerLimits
 
@@ -62,7 +62,7 @@ def test_a_client_that_goes_frees_its_pages(server: Served, stream: bool) -> Non
     )
     with socket.create_connection(("127.0.0.1", server.port)) as client:
         client.sendall(head + raw)
-        until(lambda: server.host.engine.num_unfinished > 0)
+        until(lambda: num_unfinished(server.host.engine) > 0)
     until(lambda: is_idle(server))
     assert server.host.engine.stats().ended.get("abort", 0) > before
 
@@ -84,11 +84,11 @@ def test_a_client_that_goes_while_it_waits_for_its_first_token(
         engine = server.host.engine
         with socket.create_connection(("127.0.0.1", server.port)) as first:
             first.sendall(head + raw)
-            until(lambda: engine.num_unfinished == 1)
+            until(lambda: num_unfinished(engine) == 1)
             with socket.create_connection(("127.0.0.1", server.port)) as second:
                 second.sendall(head + raw)
-                until(lambda: engine.num_unfinished == 2)
-            until(lambda: engine.num_unfinished == 1)
+                until(lambda: num_unfinished(engine) == 2)
+            until(lambda: num_unfinished(engine) == 1)
             assert engine.stats().ended == {"abort": 1}, "the first one goes on"
 
 

@@ -5,7 +5,7 @@ import json
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import attrs
 
@@ -66,27 +66,6 @@ class Certificate(Tabled):
     tokenizer: str | None = None
     versions: Mapping[str, str]
 
-    @property
-    def facts(self) -> dict[str, str]:
-        """All facts that the bits depend on except the request, by name."""
-        facts = {**self.versions, "weights": self.weights, "program": self.program}
-        if self.tokenizer is None:
-            return facts
-        return {**facts, "tokenizer": self.tokenizer}
-
-    def text(self) -> str:
-        """The certificate as one line of JSON."""
-        values = attrs.asdict(self, recurse=False)
-        fields = attrs.fields(SamplingParams)
-        sampling_values = {f.name: getattr(self.sampling, f.name) for f in fields}
-        default = SamplingParams(temperature=0.0)
-        values["sampling"] = {
-            name: x
-            for name, x in sampling_values.items()
-            if x != getattr(default, name) or name == "seed"
-        }
-        return json.dumps({"format": FORMAT, **values})
-
     @staticmethod
     def save_all(certificates: Iterable["Certificate"], path: Path | str) -> None:
         """Write certificates to a file, one per line.
@@ -106,50 +85,6 @@ class Certificate(Tabled):
         """
         return _read(path, f"weft.Certificate.load_all({str(path)!r})")
 
-    @classmethod
-    def from_json(cls, raw: Any, call: str, source: str) -> Self:
-        """The certificate in a JSON value.
-
-        Args:
-            call, source: the call as written, and the origin of the value, for errors.
-
-        Raises:
-            ConfigError: a field is missing or invalid.
-        """
-        fields = Fields(raw if isinstance(raw, Mapping) else {}, call, source)
-        fields.check(fields.raw.get("format") == FORMAT, "format", f"{_FORM}: format={FORMAT!r}")
-        field_names = {"format", *(field.name for field in attrs.fields(cls))}
-        if strange := sorted(map(str, fields.raw.keys() - field_names)):
-            fields.refuse(f"{strange[0]!r:.60}", f"{_FORM}: {', '.join(sorted(field_names))}")
-        for name in sorted(field_names - {*_OPTIONAL}):
-            fields.check(name in fields.raw, name, _FORM)
-        texts: dict[str, Any] = {
-            name: fields.value(name, None, _is_text, "a text") for name in _TEXTS
-        }
-        prompt, token_ids = (
-            tuple(fields.items(name, int, "a list of token ids"))
-            for name in ("prompt", "token_ids")
-        )
-        logprobs = fields.value(
-            "logprobs", None, _are_numbers, "a list of numbers, one for each of token_ids"
-        )
-        fields.check(
-            len(logprobs) == len(token_ids), "logprobs", "one number for each of token_ids"
-        )
-        return cls(
-            prompt=prompt,
-            token_ids=token_ids,
-            **texts,
-            logprobs=tuple(map(float, logprobs)),
-            max_tokens=fields.integer("max_tokens", None),
-            **{
-                name: fields.value(name, None, lambda x: x is None or _is_text(x), _DIGEST)
-                for name in _OPTIONAL
-            },
-            sampling=_read_sampling(fields),
-            versions=fields.value("versions", None, _are_texts, "an object of texts"),
-        )
-
     def _table(self) -> Table:
         """A table of what it holds."""
         done = f"{counted(len(self.token_ids), 'token')}, {self.finish_reason}"
@@ -160,18 +95,79 @@ class Certificate(Tabled):
         }
         rows |= {"adapter": self.adapter} if self.adapter else {}
         return Table.of(
-            {"": name, "value": value} for name, value in {**rows, **self.facts}.items()
+            {"": name, "value": value} for name, value in {**rows, **certified_facts(self)}.items()
         )
+
+
+def certified_facts(certificate: Certificate) -> dict[str, str]:
+    """All facts that the bits depend on except the request, by name."""
+    facts = {**certificate.versions, "weights": certificate.weights, "program": certificate.program}
+    if certificate.tokenizer is None:
+        return facts
+    return {**facts, "tokenizer": certificate.tokenizer}
+
+
+def as_json(certificate: Certificate) -> str:
+    """The certificate as one line of JSON."""
+    values = attrs.asdict(certificate, recurse=False)
+    fields = attrs.fields(SamplingParams)
+    sampling_values = {f.name: getattr(certificate.sampling, f.name) for f in fields}
+    default = SamplingParams(temperature=0.0)
+    values["sampling"] = {
+        name: x
+        for name, x in sampling_values.items()
+        if x != getattr(default, name) or name == "seed"
+    }
+    return json.dumps({"format": FORMAT, **values})
+
+
+def from_json(raw: Any, call: str, source: str) -> Certificate:
+    """The certificate in a JSON value.
+
+    Args:
+        call, source: the call as written, and the origin of the value, for errors.
+
+    Raises:
+        ConfigError: a field is missing or invalid.
+    """
+    fields = Fields(raw if isinstance(raw, Mapping) else {}, call, source)
+    fields.check(fields.raw.get("format") == FORMAT, "format", f"{_FORM}: format={FORMAT!r}")
+    field_names = {"format", *(field.name for field in attrs.fields(Certificate))}
+    if strange := sorted(map(str, fields.raw.keys() - field_names)):
+        fields.refuse(f"{strange[0]!r:.60}", f"{_FORM}: {', '.join(sorted(field_names))}")
+    for name in sorted(field_names - {*_OPTIONAL}):
+        fields.check(name in fields.raw, name, _FORM)
+    texts: dict[str, Any] = {name: fields.value(name, None, _is_text, "a text") for name in _TEXTS}
+    prompt, token_ids = (
+        tuple(fields.items(name, int, "a list of token ids")) for name in ("prompt", "token_ids")
+    )
+    logprobs = fields.value(
+        "logprobs", None, _are_numbers, "a list of numbers, one for each of token_ids"
+    )
+    fields.check(len(logprobs) == len(token_ids), "logprobs", "one number for each of token_ids")
+    return Certificate(
+        prompt=prompt,
+        token_ids=token_ids,
+        **texts,
+        logprobs=tuple(map(float, logprobs)),
+        max_tokens=fields.integer("max_tokens", None),
+        **{
+            name: fields.value(name, None, lambda x: x is None or _is_text(x), _DIGEST)
+            for name in _OPTIONAL
+        },
+        sampling=_read_sampling(fields),
+        versions=fields.value("versions", None, _are_texts, "an object of texts"),
+    )
 
 
 def _read(path: Path | str, call: str) -> list[Certificate]:
     file = Path(path)
     lines = read_json_lines(file, call, "certificate", _FORM)
-    return [Certificate.from_json(raw, call, f"{file.name}, {name},") for name, raw in lines]
+    return [from_json(raw, call, f"{file.name}, {name},") for name, raw in lines]
 
 
 def _write(path: Path | str, certificates: Iterable[Certificate], call: str) -> None:
-    text = "".join(f"{one.text()}\n" for one in certificates)
+    text = "".join(f"{as_json(one)}\n" for one in certificates)
     try:
         Path(path).write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.arguments.checks import COUNT, check_values
 from weft.batch import Batch
-from weft.descriptor import BatchDescriptor
+from weft.descriptor import BatchDescriptor, is_uniform
 from weft.display.quantities import error_size
 from weft.display.tables import Table, Tabled
 from weft.errors import RequestError
@@ -103,7 +103,7 @@ class RunTrace(Tabled):
         """Tokens per second over the decode steps; None if there are none. The first step of each
         batch class does not count, since it may capture a graph."""
         met = {step.descriptor: step for step in reversed(self.steps)}
-        steady = [s for s in self.steps if s.descriptor.is_uniform and met[s.descriptor] is not s]
+        steady = [s for s in self.steps if is_uniform(s.descriptor) and met[s.descriptor] is not s]
         if steady:
             return sum(s.descriptor.num_reqs for s in steady) / sum(s.seconds for s in steady)
         return None

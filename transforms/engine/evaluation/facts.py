@@ -19,12 +19,12 @@ from weft.ops.register import triton_version
 from weft.sampling import SamplingParams
 from weft.stages.checkpoints.digests import digest_params
 from weft.stages.checkpoints.reading import stage_fields
-from weft.stages.model import Model
+from weft.stages.model import Model, model_facts
 from weft.stages.shares import WHOLE, join_field
 from weft.torchapi.private import changes_of
 from weft.transforms.engine.evaluation.programs import digest_functions
 from weft.transforms.pipelines.transports import Transport
-from weft.transforms.pipelines.transports.distributed import Distributed
+from weft.transforms.pipelines.transports.distributed import Distributed, end_of
 from weft.transforms.pipelines.transports.messaging.messages import as_bytes
 from weft.trees import leaves_with_names
 
@@ -108,7 +108,7 @@ def _whole_tensors(model: Model, transport: Transport) -> Iterator[tuple[str, Te
         else:
             path = name
         if path in whole and any(fields[path] != whole[path] for fields in rank_fields):
-            flat = transport.end.perform(among, as_bytes(x.contiguous()), 0)
+            flat = end_of(transport).perform(among, as_bytes(x.contiguous()), 0)
             every = [part.view(x.dtype).view(x.shape) for part in flat.chunk(count)]
             x = join_field(every, [fields[path] for fields in rank_fields], whole[path])
         yield name, x
@@ -164,7 +164,7 @@ def _short(lines: Iterable[str]) -> str:
 def digest_program(model: Model, of_tensor: Callable[[Tensor], str] = _digest_tensor) -> str:
     """A digest of a model's program: of its configuration, and of the custom functions in its
     stages with the values that they read. It names the types of values that have no digest."""
-    facts = {name: value for name, value in model.facts.items() if name != "weights"}
+    facts = {name: value for name, value in model_facts(model).items() if name != "weights"}
     functions, undigested = digest_functions(model, of_tensor)
     digest = _short([*(f"{name}: {value}\n" for name, value in facts.items()), functions])
     if undigested:

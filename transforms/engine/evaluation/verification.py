@@ -10,9 +10,10 @@ from weft.display.quantities import counted
 from weft.display.tables import Table, Tabled
 from weft.errors import RequestError
 from weft.stages.adapters.adapter import Adapter
+from weft.stages.custom.functions import default_page_size
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
-from weft.transforms.engine.evaluation.certificates import Certificate
+from weft.transforms.engine.evaluation.certificates import Certificate, certified_facts
 from weft.transforms.engine.evaluation.facts import digest, digest_tokenizer, facts_of
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.engine.outputs import RequestOutput
@@ -65,7 +66,7 @@ class Verification(Tabled):
     @property
     def other_facts(self) -> dict[str, tuple[str, str]]:
         """The facts that differ, each as a pair of the value here and the certified one."""
-        certified = self.certificate.facts
+        certified = certified_facts(self.certificate)
         names = sorted({*certified, *self.here})
         pairs = {name: (self.here.get(name, "none"), certified.get(name, "none")) for name in names}
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
@@ -183,7 +184,7 @@ def verify(
         model.config.max_position_embeddings,
     )
     limits = limits or EngineLimits(
-        max_num_reqs=min(len(certificate_list), 64), page_size=model.functions.page_size
+        max_num_reqs=min(len(certificate_list), 64), page_size=default_page_size(model.functions)
     )
     if limits.max_model_len is None:
         limits = attrs.evolve(limits, max_model_len=longest)

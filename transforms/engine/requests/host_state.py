@@ -43,7 +43,7 @@ class Request:
         id: a name, unique among the requests that have not ended.
         prompt: token ids, at least one; EMBEDDED (-2) where `prompt_content` has an embedding.
         max_tokens: the most tokens to generate, at least one.
-        sampling: how its tokens are chosen and what ends it (`SamplingParams.for_request`).
+        sampling: how its tokens are chosen and what ends it (`weft.sampling.for_request`).
         priority: lower numbers run first, FIFO among equal ones; higher numbers can starve.
         adapter: the slot of its LoRA adapter; -1: none.
         prompt_content: the prompt's embeddings, positions and per-token inputs; None: the prompt is
@@ -53,7 +53,7 @@ class Request:
         extras: its extra inputs for the model's stages; None: the model's defaults.
         is_captured: whether the stages capture values for each of its tokens.
         prefix_caching: how it uses leading tokens that are in the prefix cache
-            (`StageFunctions.policy`).
+            (`caching_policy`).
         cache_salt: it shares pages only with requests of the same salt.
     """
 

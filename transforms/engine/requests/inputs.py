@@ -9,14 +9,17 @@ import attrs
 from weft.arguments.checks import COUNT, Rule, check_values, is_int
 from weft.batch import EMBEDDED
 from weft.errors import RequestError
-from weft.sampling import SamplingParams, is_text
+from weft.sampling import SamplingParams, check_tokens, for_request, is_text
 from weft.sampling_table import MAX_BIASED, SamplingTable, write_rows
+from weft.stages.custom.functions import caching_policy
 from weft.stages.model import Model
 from weft.transforms.engine.requests.host_state import Request, request_seed, sample_seeds
 from weft.transforms.engine.requests.masks import Mask, blamed, without_bad_words
 from weft.transforms.engine.requests.prompts import (
     EmbedsPrompt,
+    check_embeds,
     check_extras,
+    ids_of,
     read_content,
     with_token_extras,
 )
@@ -143,7 +146,7 @@ class RequestBuilder:
         params = with_all_logprobs(sampling_params, self.model.config.vocab_size)
         if sampling_params.bad_words:
             params, mask = without_bad_words(call, self.model, params, mask)
-        params = params.for_request(self.eos_ids, request_seed(self.seed, index))
+        params = for_request(params, self.eos_ids, request_seed(self.seed, index))
         if not is_known:
             with blamed(call, "weft.SamplingParams of plain ints and floats"):
                 # A trial run: the step that admits the request writes these values on the rank that
@@ -165,7 +168,7 @@ class RequestBuilder:
                 content, self.model.functions.token_extras, of_tokens, len(ids)
             )
         captured = bool(self.model.functions.captures)
-        policy = self.model.functions.policy
+        policy = caching_policy(self.model.functions)
         if not self.prefix_caching:
             policy = "none"
         more = content, mask is not None, request_extras, captured, policy, cache_salt
@@ -214,7 +217,7 @@ def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt"
     embeds = None
     if isinstance(prompt, EmbedsPrompt):
         embeds = prompt
-        prompt = prompt.ids
+        prompt = ids_of(prompt)
     is_prompt = isinstance(prompt, str | list | tuple)
     ids = model.encode(prompt) if isinstance(prompt, str) else list(prompt) if is_prompt else []
     token_ids = ids if embeds is None else [token for token in ids if token != EMBEDDED]
@@ -244,7 +247,7 @@ def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt"
             instead = "model.encode_chat(messages), or weft.generate(model, [messages], chat=True)"
     else:
         if embeds is not None:
-            embeds.check(call, model)
+            check_embeds(embeds, call, model)
         return ids
     raise RequestError(call, problem, instead)
 
@@ -271,7 +274,7 @@ def check_sampling(call: str, model: Model, params: SamplingParams, num_logprobs
     rules = {"logprobs": logprobs_rule, "prompt_logprobs": logprobs_rule}
     rules |= {"stop": by_tokens("stop_token_ids"), "bad_words": by_tokens("bad_token_ids")}
     check_values(call, rules, {name: getattr(params, name) for name in rules})
-    params.check_tokens(vocab, MAX_BIASED)
+    check_tokens(params, vocab, MAX_BIASED)
 
 
 def most_logprobs(params: SamplingParams, vocab_size: int) -> int:

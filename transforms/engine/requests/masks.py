@@ -87,7 +87,7 @@ class RequestMask:
 
     @classmethod
     def of(cls, mask: Mask, params: SamplingParams, vocab_size: int) -> "RequestMask":
-        """A mask with its request's parameters, as `SamplingParams.for_request` makes them."""
+        """A mask with its request's parameters, as `weft.sampling.for_request` makes them."""
         allowed = _all(vocab_size) & ~pack_bits(params.bad_token_ids, vocab_size)
         if params.allowed_token_ids is not None:
             allowed = allowed & pack_bits(params.allowed_token_ids, vocab_size)

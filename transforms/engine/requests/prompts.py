@@ -66,59 +66,57 @@ class EmbedsPrompt(Summarized):
             values["without token_ids, inputs_embeds"] = self.inputs_embeds
         check_values("weft.EmbedsPrompt(...)", _PROMPT_RULES, values)
 
-    @property
-    def ids(self) -> list[int]:
-        """One token id, or EMBEDDED, per token."""
-        if self.token_ids is not None:
-            return list(self.token_ids)
-        assert self.inputs_embeds is not None, "checked where it was made"
-        return [EMBEDDED] * len(self.inputs_embeds)
-
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(ids_of(self))
 
-    def check(self, call: str, model: Model) -> None:
-        """Check the prompt against the model.
 
-        Raises:
-            RequestError: the parts do not fit the model, or each other.
-        """
-        ids = self.ids
-        config = model.config
-        shape, places = [len(ids), config.hidden_size], [3, len(ids)]
-        if EMBEDDED in ids:
-            embedded = ", some of which are EMBEDDED (-2)"
-        else:
-            embedded = ""
-        rules: dict[str, Rule] = {
-            "inputs_embeds": (
-                lambda x: (
-                    EMBEDDED not in ids
-                    if x is None
-                    else (list(x.shape), x.dtype) == (shape, model.dtype)
-                ),
-                (
-                    f"a row for each of the prompt's {len(ids)} tokens{embedded}: {shape},"
-                    f" {model.dtype}"
-                ),
+def check_embeds(prompt: EmbedsPrompt, call: str, model: Model) -> None:
+    """Check the prompt against the model.
+
+    Raises:
+        RequestError: the parts do not fit the model, or each other.
+    """
+    ids = ids_of(prompt)
+    config = model.config
+    shape, places = [len(ids), config.hidden_size], [3, len(ids)]
+    if EMBEDDED in ids:
+        embedded = ", some of which are EMBEDDED (-2)"
+    else:
+        embedded = ""
+    rules: dict[str, Rule] = {
+        "inputs_embeds": (
+            lambda x: (
+                EMBEDDED not in ids
+                if x is None
+                else (list(x.shape), x.dtype) == (shape, model.dtype)
             ),
-            "positions": (
-                lambda x: x is None or (list(x.shape), x.dtype) == (places, torch.int64),
-                f"{places}, torch.int64: get_rope_index(...)[0][:, 0]",
-            ),
-        }
-        if config.rope.mrope_section is None:
-            rules["positions"] = (
-                (lambda x: x is None),
-                f"leave them out: {model!r} has no mRoPE",
-            )
-        check_values(
-            call, rules, {"inputs_embeds": self.inputs_embeds, "positions": self.positions}
+            (f"a row for each of the prompt's {len(ids)} tokens{embedded}: {shape}, {model.dtype}"),
+        ),
+        "positions": (
+            lambda x: x is None or (list(x.shape), x.dtype) == (places, torch.int64),
+            f"{places}, torch.int64: get_rope_index(...)[0][:, 0]",
+        ),
+    }
+    if config.rope.mrope_section is None:
+        rules["positions"] = (
+            (lambda x: x is None),
+            f"leave them out: {model!r} has no mRoPE",
         )
-        if self.positions is not None:
-            least, most = self.positions.aminmax()
-            ends = {"the least position": int(least), "the greatest position": int(most)}
-            check_values(call, dict.fromkeys(ends, _PLACE), ends)
+    check_values(
+        call, rules, {"inputs_embeds": prompt.inputs_embeds, "positions": prompt.positions}
+    )
+    if prompt.positions is not None:
+        least, most = prompt.positions.aminmax()
+        ends = {"the least position": int(least), "the greatest position": int(most)}
+        check_values(call, dict.fromkeys(ends, _PLACE), ends)
+
+
+def ids_of(prompt: EmbedsPrompt) -> list[int]:
+    """One token id, or EMBEDDED, per token."""
+    if prompt.token_ids is not None:
+        return list(prompt.token_ids)
+    assert prompt.inputs_embeds is not None, "checked where it was made"
+    return [EMBEDDED] * len(prompt.inputs_embeds)
 
 
 @attrs.frozen
@@ -167,7 +165,7 @@ def read_content(prompt: EmbedsPrompt) -> PromptContent:
     change them later, and both are read on the host."""
     embeds = prompt.inputs_embeds
     positions = prompt.positions
-    ids = prompt.ids
+    ids = ids_of(prompt)
     if embeds is None or EMBEDDED not in ids:
         embeds = None
     else:

@@ -8,10 +8,10 @@ import torch
 
 from weft.batch import Batch
 from weft.bounded import BoundedDict
-from weft.descriptor import BatchDescriptor
+from weft.descriptor import BatchDescriptor, is_uniform
 from weft.padding import grow, unpad
 from weft.stages.config import ModelConfig
-from weft.stages.custom.functions import StageFunctions
+from weft.stages.custom.functions import StageFunctions, capability_of, runs_inside
 from weft.stages.layout import weights_of_layer
 from weft.stages.model import Model
 from weft.transforms.engine.requests.host_state import Budget
@@ -70,7 +70,7 @@ class Classes:
     @property
     def captured_tokens(self) -> int:
         """The most tokens of a step with prompts that runs in a graph."""
-        return max((one.num_tokens for one in self.captured if not one.is_uniform), default=0)
+        return max((one.num_tokens for one in self.captured if not is_uniform(one)), default=0)
 
     @property
     def without_graph(self) -> list[BatchDescriptor]:
@@ -82,7 +82,7 @@ class Classes:
         """Classes of more tokens than the largest eager one: powers of two and `max_num_tokens`, so
         that each choice of tiles occurs in one of them."""
         largest = {
-            one.num_active_loras: one for one in reversed([*self.eager]) if not one.is_uniform
+            one.num_active_loras: one for one in reversed([*self.eager]) if not is_uniform(one)
         }.values()
         powers = (2**power for power in range(self.max_num_tokens.bit_length() + 1))
         sizes = [
@@ -99,7 +99,7 @@ class Classes:
     def _of_most_requests(self, descriptor: BatchDescriptor) -> BatchDescriptor:
         """The class with the same number of tokens, the most requests of any class, and the next
         number of adapters that a class has."""
-        if descriptor.is_uniform or not len(self.eager):
+        if is_uniform(descriptor) or not len(self.eager):
             return descriptor
         most = max(one.num_reqs for one in self.eager)
         adapters = [
@@ -165,9 +165,9 @@ def eager_ladder(
     classes of graphs in the default mode, so that each operator sees the same shapes with and
     without a graph: the shapes select the kernel, and with it the order of its sums. A model that
     cannot run in a graph has none."""
-    if device.type != "cuda" or model.functions.capability == "none":
+    if device.type != "cuda" or capability_of(model.functions) == "none":
         return Ladder()
-    if model.functions.capability == "piecewise":
+    if capability_of(model.functions) == "piecewise":
         mode = "piecewise"
     else:
         mode = "full_and_piecewise"
@@ -177,7 +177,8 @@ def eager_ladder(
 def model_ladder(mode: str, limits: Limits, functions: StageFunctions) -> Ladder[BatchDescriptor]:
     """The classes that a model with these functions may capture. If its attention runs inside the
     graph, there is no operator to cut at, and the graph is whole."""
-    ladder = make_ladder(mode, limits, capability=functions.capability, strict=False)
-    if functions.inside is None:
+    ladder = make_ladder(mode, limits, capability=capability_of(functions), strict=False)
+    inside = runs_inside(functions)
+    if inside is None:
         return ladder
-    return with_whole(ladder, functions.inside)
+    return with_whole(ladder, inside)

@@ -18,11 +18,11 @@ from weft.torchapi.private import to_device
 from weft.transforms.engine.steps.classes import Classes
 from weft.transforms.engine.steps.results import FinishedWork
 from weft.transforms.engine.steps.step import DeviceWork, Edits, Work, apply_edits
-from weft.transforms.graphs.graphified import Graphified
+from weft.transforms.graphs.graphified import Graphified, rehearse_call
 from weft.transforms.graphs.lower import compiling_at_once
 from weft.transforms.graphs.memory import MemoryEstimate
 from weft.transforms.pipelines.microbatch import class_text
-from weft.transforms.pipelines.pipeline import Pipelined
+from weft.transforms.pipelines.pipeline import Pipelined, runs_first, stage_context
 from weft.transforms.pipelines.schedule import Job
 from weft.transforms.pipelines.session import Session, Submission
 from weft.trees import tree_map
@@ -141,7 +141,7 @@ def capture_all(executor: Executor) -> None:
         for graph, example in _padding(
             executor, (*executor.classes.captured, *executor.classes.large)
         ):
-            graph.rehearse(*example)
+            rehearse_call(graph, *example)
 
 
 @torch.no_grad()
@@ -259,7 +259,7 @@ class PipelineExecutor:
         self._inputs = tuple(x for _, x in graphs)
         self.classes = classes or Classes()
         self._batches = BatchCache(
-            device, self.classes, _submission, _with_edits, pipelined.runs_first
+            device, self.classes, _submission, _with_edits, runs_first(pipelined)
         )
         self._session: Session | None = None
         self._first_job = 0
@@ -308,7 +308,7 @@ class PipelineExecutor:
         ]
 
     def placed(self) -> AbstractContextManager[None]:
-        return self.pipelined.placed()
+        return stage_context(self.pipelined)
 
     def examples(self) -> list[Example]:
         batch = Batch.decode([0], device=self._batches.device)

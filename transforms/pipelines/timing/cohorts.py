@@ -10,7 +10,7 @@ from weft.display.durations import duration
 from weft.display.tables import Table, Tabled
 from weft.effects import Run
 from weft.errors import CostError, ProgramError
-from weft.transforms.pipelines.timing.costs import Costs
+from weft.transforms.pipelines.timing.costs import Costs, effect_seconds
 from weft.transforms.pipelines.timing.steady import seconds_per_job
 
 _RULES: dict[str, Rule] = {
@@ -128,7 +128,7 @@ def plan_cohorts(
         costs = _costs(stage_seconds(size), num_stages, call)
         step_time = number * seconds_per_job(num_stages, number, costs, capacity)
         busy = (
-            number * (costs.seconds(Run(f"stage {stage}", 0)) + costs.advance)
+            number * (effect_seconds(costs, Run(f"stage {stage}", 0)) + costs.advance)
             for stage in range(num_stages)
         )
         bubbles = tuple(

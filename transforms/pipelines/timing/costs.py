@@ -106,96 +106,104 @@ class Costs:
                     f"Costs({name}={entries!r}, …)", dict.fromkeys(each, _COST), each, CostError
                 )
 
-    def seconds(self, effect: Effect, rank: int = 0) -> float:
-        """The seconds in which a rank performs an effect, without waits and launch. They are 0
-        except for a `Run` and a collective."""
-        if isinstance(effect, Collective):
-            return self._collective(effect)
-        if not isinstance(effect, Run):
-            return 0.0
-        if effect.what == ADVANCE:
-            return self.advance
-        match = re.fullmatch(r"(stage|part) (\d+)", effect.what)
-        name = _KINDS[match[1]] if match else "stages"
-        costs = getattr(self, name)
-        index = int(match[2]) if match else 0
-        if match is None or not (callable(costs) or index < len(costs)):
-            if name == "parts":
-                runs = "'part N'"
-            else:
-                runs = f"'stage N', or of {ADVANCE!r}"
-            instead = f"Costs({name}=...) with a cost for each {name[:-1]}; a Run of {runs}"
-            raise CostError(f"costs of '{effect}'", f"no cost of {effect.what!r}", instead)
-        if callable(costs):
-            if name == "stages":
-                other = effect.microbatch
-            else:
-                other = rank
-            return _valid(effect, f"{name}({index}, {other})", costs(index, other))
-        return float(costs[index])
 
-    def _collective(self, effect: Collective) -> float:
-        if self.collective is not None:
-            return _valid(effect, f"collective('{effect}')", self.collective(effect))
-        num_peers = len(effect.ranks) - 1
-        size = collective_bytes(effect)
-        if not num_peers:
-            return 0.0
-        if isinstance(effect, AllReduce):
-            return min(self.all_reduce_ways(effect).values())
-        if isinstance(effect, PPermute):
-            return self.transfer(effect, effect.ranks, size)
-        sent = size if isinstance(effect, AllGather) else size / len(effect.ranks)
-        return self.transfer(effect, effect.ranks, num_peers * sent)
+def _collective_seconds(costs: Costs, effect: Collective) -> float:
+    if costs.collective is not None:
+        return _valid(effect, f"collective('{effect}')", costs.collective(effect))
+    num_peers = len(effect.ranks) - 1
+    size = collective_bytes(effect)
+    if not num_peers:
+        return 0.0
+    if isinstance(effect, AllReduce):
+        return min(all_reduce_ways(costs, effect).values())
+    if isinstance(effect, PPermute):
+        return transfer_seconds(costs, effect, effect.ranks, size)
+    sent = size if isinstance(effect, AllGather) else size / len(effect.ranks)
+    return transfer_seconds(costs, effect, effect.ranks, num_peers * sent)
 
-    def all_reduce_ways(self, effect: AllReduce) -> dict[str, float]:
-        """The seconds of a sum over several ranks, by the way to compute it."""
-        size = collective_bytes(effect)
-        ways = dict[str, float]()
-        ways[ONE_STEP], ways[RING] = self._flat(effect, effect.ranks, size)
-        nodes = dict[int, list[int]]()
-        for rank in effect.ranks:
-            nodes.setdefault(rank // (self.gpus_per_node or len(effect.ranks)), []).append(rank)
-        first, *rest = nodes.values()
-        if (
-            self.gpus_per_node
-            and rest
-            and len(first) > 1
-            and {len(node) for node in rest} == {len(first)}
-        ):
-            part = size / len(first)
-            within = self.transfer(effect, tuple(first), (len(first) - 1) * part)
-            across = min(self._flat(effect, tuple(node[0] for node in nodes.values()), part))
-            ways[BY_NODE] = within + across + within
-        return ways
 
-    def _flat(self, effect: AllReduce, ranks: tuple[int, ...], size: float) -> tuple[float, float]:
-        """The seconds of a sum over ranks in one step, and around a ring."""
-        num_peers = len(ranks) - 1
-        ring = 2 * num_peers * self.transfer(effect, ranks, size / len(ranks))
-        return self.transfer(effect, ranks, num_peers * size), ring
+def _flat_seconds(
+    costs: Costs, effect: AllReduce, ranks: tuple[int, ...], size: float
+) -> tuple[float, float]:
+    """The seconds of a sum over ranks in one step, and around a ring."""
+    num_peers = len(ranks) - 1
+    ring = 2 * num_peers * transfer_seconds(costs, effect, ranks, size / len(ranks))
+    return transfer_seconds(costs, effect, ranks, num_peers * size), ring
 
-    def transfer(self, effect: Effect, ranks: tuple[int, ...], size: float) -> float:
-        """The seconds to send `size` bytes from one of `ranks` to another; errors name `effect`."""
-        latency = self.latency
-        per_second = self.bytes_per_second
-        if callable(latency):
-            latency = _valid(effect, f"latency({ranks})", latency(ranks))
-        if callable(per_second):
-            per_second = _valid(effect, f"bytes_per_second({ranks})", per_second(ranks), _BANDWIDTH)
-        return latency + size / per_second
 
-    def bytes_of(self, effect: Send | Broadcast) -> float:
-        """The bytes of the message that an effect sends."""
-        if isinstance(effect, Send):
-            name = "message_bytes"
+def effect_seconds(costs: Costs, effect: Effect, rank: int = 0) -> float:
+    """The seconds in which a rank performs an effect, without waits and launch. They are 0
+    except for a `Run` and a collective."""
+    if isinstance(effect, Collective):
+        return _collective_seconds(costs, effect)
+    if not isinstance(effect, Run):
+        return 0.0
+    if effect.what == ADVANCE:
+        return costs.advance
+    match = re.fullmatch(r"(stage|part) (\d+)", effect.what)
+    name = _KINDS[match[1]] if match else "stages"
+    of_kind = getattr(costs, name)
+    index = int(match[2]) if match else 0
+    if match is None or not (callable(of_kind) or index < len(of_kind)):
+        if name == "parts":
+            runs = "'part N'"
         else:
-            name = "output_bytes"
-        mb = effect.microbatch
-        size: float | Callable[[int], float] = getattr(self, name)
-        if callable(size):
-            return _valid(effect, f"{name}({mb})", size(mb))
-        return size
+            runs = f"'stage N', or of {ADVANCE!r}"
+        instead = f"Costs({name}=...) with a cost for each {name[:-1]}; a Run of {runs}"
+        raise CostError(f"costs of '{effect}'", f"no cost of {effect.what!r}", instead)
+    if callable(of_kind):
+        if name == "stages":
+            other = effect.microbatch
+        else:
+            other = rank
+        return _valid(effect, f"{name}({index}, {other})", of_kind(index, other))
+    return float(of_kind[index])
+
+
+def all_reduce_ways(costs: Costs, effect: AllReduce) -> dict[str, float]:
+    """The seconds of a sum over several ranks, by the way to compute it."""
+    size = collective_bytes(effect)
+    ways = dict[str, float]()
+    ways[ONE_STEP], ways[RING] = _flat_seconds(costs, effect, effect.ranks, size)
+    nodes = dict[int, list[int]]()
+    for rank in effect.ranks:
+        nodes.setdefault(rank // (costs.gpus_per_node or len(effect.ranks)), []).append(rank)
+    first, *rest = nodes.values()
+    if (
+        costs.gpus_per_node
+        and rest
+        and len(first) > 1
+        and {len(node) for node in rest} == {len(first)}
+    ):
+        part = size / len(first)
+        within = transfer_seconds(costs, effect, tuple(first), (len(first) - 1) * part)
+        across = min(_flat_seconds(costs, effect, tuple(node[0] for node in nodes.values()), part))
+        ways[BY_NODE] = within + across + within
+    return ways
+
+
+def transfer_seconds(costs: Costs, effect: Effect, ranks: tuple[int, ...], size: float) -> float:
+    """The seconds to send `size` bytes from one of `ranks` to another; errors name `effect`."""
+    latency = costs.latency
+    per_second = costs.bytes_per_second
+    if callable(latency):
+        latency = _valid(effect, f"latency({ranks})", latency(ranks))
+    if callable(per_second):
+        per_second = _valid(effect, f"bytes_per_second({ranks})", per_second(ranks), _BANDWIDTH)
+    return latency + size / per_second
+
+
+def bytes_sent(costs: Costs, effect: Send | Broadcast) -> float:
+    """The bytes of the message that an effect sends."""
+    if isinstance(effect, Send):
+        name = "message_bytes"
+    else:
+        name = "output_bytes"
+    mb = effect.microbatch
+    size: float | Callable[[int], float] = getattr(costs, name)
+    if callable(size):
+        return _valid(effect, f"{name}({mb})", size(mb))
+    return size
 
 
 def collective_bytes(effect: Collective) -> int:

@@ -13,7 +13,7 @@ from weft.schema import Schema, TensorSchema
 from weft.stages.config import ModelConfig
 from weft.stages.layout import BYTES_PER_LOGIT, balance, layer_weights, split_layers
 from weft.stages.shares import share_config
-from weft.transforms.pipelines.timing.costs import Costs
+from weft.transforms.pipelines.timing.costs import Costs, all_reduce_ways, effect_seconds
 from weft.transforms.pipelines.timing.hardware import KERNELS_PER_LAYER, MEMORY_SHARE, Machine
 
 # A generous size for the graphs of one rank: the largest in `proofs/results/` take 463 MB.
@@ -95,7 +95,7 @@ class DecodeLoad:
         """The fastest way to compute that sum, for the stage in which it takes the longest."""
         effect = self._slowest(AllReduce, size, self.config.hidden_size)
         assert isinstance(effect, AllReduce)
-        ways = self._link_costs.all_reduce_ways(effect)
+        ways = all_reduce_ways(self._link_costs, effect)
         return min(ways, key=ways.__getitem__)
 
     def sampling(self, size: int) -> float:
@@ -117,7 +117,7 @@ class DecodeLoad:
         """The seconds of a collective in the stage in which it takes the longest."""
         if self.num_shards == 1:
             return 0.0
-        return self._link_costs.seconds(self._slowest(kind, *dims, dtype=dtype))
+        return effect_seconds(self._link_costs, self._slowest(kind, *dims, dtype=dtype))
 
     def _slowest(
         self, kind: type[Collective], *dims: int, dtype: torch.dtype | None = None
@@ -129,7 +129,8 @@ class DecodeLoad:
             self.machine.per_node(ranks): ranks for ranks in map(self.ranks, range(self.num_stages))
         }
         return max(
-            (kind(ranks, schema=schema) for ranks in groups.values()), key=self._link_costs.seconds
+            (kind(ranks, schema=schema) for ranks in groups.values()),
+            key=functools.partial(effect_seconds, self._link_costs),
         )
 
     @functools.cached_property

@@ -22,9 +22,14 @@ from weft.errors import ProgramError
 from weft.meshes.collectives import Collective
 from weft.transforms.pipelines.checker import PROGRAMS
 from weft.transforms.pipelines.machine import Edge, Step, interleave, puts, takes
-from weft.transforms.pipelines.timing.costs import Costs
+from weft.transforms.pipelines.timing.costs import (
+    Costs,
+    bytes_sent,
+    effect_seconds,
+    transfer_seconds,
+)
 from weft.transforms.pipelines.timing.events import Event
-from weft.transforms.pipelines.timing.timeline import Timeline
+from weft.transforms.pipelines.timing.timeline import Timeline, make_timeline
 
 
 @attrs.frozen
@@ -57,7 +62,7 @@ class _Clocks:
             return self._meet(step.rank, step.effect)
         start = self.now[step.rank]
         edges = puts(step, len(self.now))
-        active = start + self.costs.launch + self.costs.seconds(step.effect, step.rank)
+        active = start + self.costs.launch + effect_seconds(self.costs, step.effect, step.rank)
         end = max((active, *self._waits(step, edges)))
         if (edge := takes(step)) is not None:
             self.received[edge].append(end)
@@ -70,7 +75,7 @@ class _Clocks:
         """Perform a collective on one of its ranks, after all of them have reached it."""
         if rank not in self.met:
             begins = self._all_there(effect)
-            ends = begins + (self.costs.launch + self.costs.seconds(effect))
+            ends = begins + (self.costs.launch + effect_seconds(self.costs, effect))
             self.met.update(dict.fromkeys(effect.ranks, (begins, ends)))
         begins, ends = self.met.pop(rank)
         start, self.now[rank] = self.now[rank], ends
@@ -95,13 +100,13 @@ class _Clocks:
 
     def _send(self, edge: Edge, effect: Effect, now: float) -> None:
         assert isinstance(effect, Send | Broadcast)
-        size = self.costs.bytes_of(effect)
+        size = bytes_sent(self.costs, effect)
         queue = self.messages[edge]
         if queue:
             begins = max(now, queue[-1].arrives)
         else:
             begins = now
-        arrives = begins + self.costs.transfer(effect, (edge.source, edge.to), size)
+        arrives = begins + transfer_seconds(self.costs, effect, (edge.source, edge.to), size)
         self.sent[edge.source, effect.microbatch].append((edge, len(queue)))
         queue.append(_Message(size, now, arrives))
 
@@ -159,4 +164,4 @@ def simulate(programs: Sequence[Program], costs: Costs, *, capacity: int = 2) ->
     check_values(f"simulate(programs, costs, capacity={capacity!r})", _RULES, values, ProgramError)
     clocks = _Clocks(len(programs), costs, capacity)
     events = [clocks.move(step) for step in interleave(programs, capacity=capacity)]
-    return Timeline.of(events, clocks.peak_bytes())
+    return make_timeline(events, clocks.peak_bytes())

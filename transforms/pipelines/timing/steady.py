@@ -18,7 +18,12 @@ import attrs
 from weft.effects import Broadcast, Effect, Run, Send
 from weft.transforms.pipelines.machine import Edge, Step, puts, takes
 from weft.transforms.pipelines.schedule import decode_jobs, make_programs
-from weft.transforms.pipelines.timing.costs import Costs
+from weft.transforms.pipelines.timing.costs import (
+    Costs,
+    bytes_sent,
+    effect_seconds,
+    transfer_seconds,
+)
 
 # The source of an arc, its weight and its delay
 Arc = tuple[Hashable, float, int]
@@ -66,7 +71,11 @@ def seconds_per_job(num_stages: int, cohorts: int, costs: Costs, capacity: int) 
             node = nodes[index]
             step = Step(rank, effect)
             arcs[node].append(
-                (nodes[index - 1], costs.launch + costs.seconds(effect, rank), int(index == 0))
+                (
+                    nodes[index - 1],
+                    costs.launch + effect_seconds(costs, effect, rank),
+                    int(index == 0),
+                )
             )
             sent |= dict.fromkeys(puts(step, num_stages), (node, effect))
             if (edge := takes(step)) is not None:
@@ -74,7 +83,7 @@ def seconds_per_job(num_stages: int, cohorts: int, costs: Costs, capacity: int) 
     for edge, (source, effect) in sent.items():
         target, receipt = taken[edge]
         assert isinstance(effect, Send | Broadcast)
-        seconds = costs.transfer(effect, (edge.source, edge.to), costs.bytes_of(effect))
+        seconds = transfer_seconds(costs, effect, (edge.source, edge.to), bytes_sent(costs, effect))
         # A message arrives after its send, and after the message before it on the same edge.
         arcs[edge] += [(source, seconds, effect.microbatch), (edge, seconds, 1)]
         # A receive ends after the arrival.

@@ -32,7 +32,7 @@ from weft.transforms.pipelines.timing.events import (
 
 @attrs.frozen
 class Timeline:
-    """The events of all ranks, made by `Timeline.of`.
+    """The events of all ranks, made by `make_timeline`.
 
     Args:
         events: the events, by rank and then in order; the first one starts at 0.
@@ -40,7 +40,7 @@ class Timeline:
             but not yet received. This is the size of the buffers that it needs. None if messages
             were not counted.
 
-    >>> print(Timeline.of([Event(0, Run("stage 0", 0), 5.0, 6.0), Event(1, Run("stage 1", 0), 6.0, 8.0)]).as_text(40))
+    >>> print(make_timeline([Event(0, Run("stage 0", 0), 5.0, 6.0), Event(1, Run("stage 1", 0), 6.0, 8.0)]).as_text(40))
          s |0              |2         bubble
     rank 0 00000000                      67%
     rank 1         00000000000000000     33%
@@ -52,43 +52,17 @@ class Timeline:
     events: tuple[Event, ...]
     peak_bytes: tuple[float, ...] | None = None
 
-    @classmethod
-    def of(cls, events: Iterable[Event], peak_bytes: Sequence[float] | None = None) -> "Timeline":
-        """The timeline of events, simulated or measured, in any order.
-
-        Args:
-            events: the events, with times in seconds of one clock; the earliest time becomes 0.
-            peak_bytes: as for the class; None if unknown.
-        """
-        ordered = sorted(events, key=lambda event: (event.rank, event.start))
-        zero = min((event.start for event in ordered), default=0.0)
-        return cls(
-            tuple(_moved(event, zero) for event in ordered),
-            None if peak_bytes is None else tuple(peak_bytes),
-        )
-
-    @property
-    def num_ranks(self) -> int:
-        """The number of ranks that have events."""
-        return num_ranks(self.events)
-
     @property
     def step_time(self) -> float:
         """Seconds from the first start to the last end."""
         return last_end(self.events)
 
     @property
-    def busy(self) -> tuple[float, ...]:
-        """The share of the step time in which each rank ran stages and advanced."""
-        whole = self.step_time or 1.0
-        return tuple(seconds / whole for seconds in busy_seconds(self.events))
-
-    @property
     def bubble(self) -> tuple[float, ...]:
         """The share of the step time in which each rank waited, sent, launched, took part in
         collectives, or had nothing to do."""
         # By rounding, the busy shares may exceed 1.
-        return tuple(max(0.0, 1.0 - share) for share in self.busy)
+        return tuple(max(0.0, 1.0 - share) for share in busy_shares(self))
 
     def as_text(self, width: int = 80) -> str:
         """One row per rank, in lines of at most `width` characters."""
@@ -98,7 +72,7 @@ class Timeline:
             peak_text = (
                 f"; most bytes of messages a rank holds: {max(self.peak_bytes, default=0):,.0f}"
             )
-        summary = f"{ranks_in_words(self.num_ranks)}, {duration(self.step_time)}{peak_text}"
+        summary = f"{ranks_in_words(num_ranks(self.events))}, {duration(self.step_time)}{peak_text}"
         return "\n".join(
             [draw_text(self.events, self.bubble, width), *textwrap.wrap(summary, width)]
         )
@@ -120,7 +94,7 @@ class Timeline:
         Raises:
             MissingPackageError: matplotlib is not installed.
         """
-        ax = axes_for("timeline.plot()", ax, 9.0, 1.3 + 0.55 * self.num_ranks)
+        ax = axes_for("timeline.plot()", ax, 9.0, 1.3 + 0.55 * num_ranks(self.events))
         draw_plot(ax, self.events, self.bubble, self.step_time, duration(self.step_time))
         return ax
 
@@ -146,6 +120,27 @@ class Timeline:
             problem = f"{getattr(error, 'strerror', error)}"
             instead = "a file that can be written, in a folder that exists"
             raise ProgramError(call, problem, instead) from error
+
+
+def busy_shares(timeline: Timeline) -> tuple[float, ...]:
+    """The share of the step time in which each rank ran stages and advanced."""
+    whole = timeline.step_time or 1.0
+    return tuple(seconds / whole for seconds in busy_seconds(timeline.events))
+
+
+def make_timeline(events: Iterable[Event], peak_bytes: Sequence[float] | None = None) -> "Timeline":
+    """The timeline of events, simulated or measured, in any order.
+
+    Args:
+        events: the events, with times in seconds of one clock; the earliest time becomes 0.
+        peak_bytes: as for the class; None if unknown.
+    """
+    ordered = sorted(events, key=lambda event: (event.rank, event.start))
+    zero = min((event.start for event in ordered), default=0.0)
+    return Timeline(
+        tuple(_moved(event, zero) for event in ordered),
+        None if peak_bytes is None else tuple(peak_bytes),
+    )
 
 
 def _moved(event: Event, zero: float) -> Event:
@@ -192,7 +187,7 @@ class Comparison:
         Raises:
             MissingPackageError: matplotlib is not installed.
         """
-        high = 1.6 + 1.1 * self.measured.num_ranks
+        high = 1.6 + 1.1 * num_ranks(self.measured.events)
         call = "compare(simulated, measured).plot()"
         figure, places = new_axes(call, 9.0, high, nrows=2, ncols=1, sharex=True)
         for ax, (name, one) in zip(places, self._both(), strict=True):
@@ -208,7 +203,7 @@ def compare(simulated: Timeline, measured: Timeline) -> Comparison:
         ProgramError: the timelines are of different programs.
 
     >>> run = Run("stage 0", 0)
-    >>> print(compare(Timeline.of([Event(0, run, 0.0, 1.1)]), Timeline.of([Event(0, run, 7.0, 8.0)])))
+    >>> print(compare(make_timeline([Event(0, run, 0.0, 1.1)]), make_timeline([Event(0, run, 7.0, 8.0)])))
     simulated against measured:
       step time +10.0%
       rank 0 busy +0.0%
@@ -231,7 +226,9 @@ def compare(simulated: Timeline, measured: Timeline) -> Comparison:
         raise ProgramError(
             "compare(simulated, measured)", problem, "timelines of the same programs"
         )
-    errors = (_relative(*pair) for pair in zip(simulated.busy, measured.busy, strict=True))
+    errors = (
+        _relative(*pair) for pair in zip(busy_shares(simulated), busy_shares(measured), strict=True)
+    )
     step_time = _relative(simulated.step_time, measured.step_time)
     return Comparison(step_time, tuple(errors), simulated, measured)
 
@@ -330,8 +327,8 @@ class Recorder:
 
     def timeline(self) -> Timeline:
         """The timeline of the ranks in this process. If the ranks are in several processes, pass
-        the `events()` of all of them to `Timeline.of`."""
-        return Timeline.of(self.events())
+        the `events()` of all of them to `make_timeline`."""
+        return make_timeline(self.events())
 
 
 @contextmanager

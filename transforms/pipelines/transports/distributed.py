@@ -150,11 +150,6 @@ class Distributed:
             raise
 
     @property
-    def end(self) -> ProcessEnd:
-        """This rank's ends of the edges, which carry its tensors."""
-        return self._link.end
-
-    @property
     def member(self) -> int:
         return self._link.member
 
@@ -298,7 +293,7 @@ class Distributed:
                 that never arrived.
             ProgramError: a rank was asked to do something else than this rank.
         """
-        if isinstance(self.end, DeviceEnd):
+        if isinstance(self._link.end, DeviceEnd):
             self.monitor.move_to_sync()
             event = self._watchdog.launched(self.monitor.here)
             # Poll: a blocking wait may not return if another rank fails.
@@ -313,6 +308,11 @@ class Distributed:
 
     def __repr__(self) -> str:
         return f"Distributed(device='{self.device}', backend={self.backend!r})"
+
+
+def end_of(transport: Distributed) -> ProcessEnd:
+    """This rank's ends of the edges, which carry its tensors."""
+    return transport._link.end
 
 
 def _find_rank() -> tuple[int, int]:

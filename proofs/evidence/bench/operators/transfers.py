@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from weft.proofs.evidence.environment import environment
-from weft.transforms.pipelines.transports.distributed import BackendName, Distributed
+from weft.transforms.pipelines.transports.distributed import BackendName, Distributed, end_of
 from weft.transforms.pipelines.transports.launch import launch
 from weft.transforms.pipelines.transports.messaging.messages import ProcessEnd
 
@@ -70,7 +70,7 @@ def timed(fn: Callable[[], Any], rounds: int) -> float:
 def measure(backend: BackendName, timeout: float) -> Row:
     """Run on each of the two ranks."""
     transport = Distributed(backend=backend, timeout=timeout)
-    end = transport.end
+    end = end_of(transport)
     rank = transport.rank
     message = torch.randn(SHAPE, dtype=torch.bfloat16, device=transport.device)
     back = torch.zeros_like(message)

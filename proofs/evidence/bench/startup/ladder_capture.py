@@ -25,6 +25,7 @@ from weft.proofs.evidence.runs.gpu_run import QWEN3_0_6B, random_model
 from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.setup import make_runner, make_state
+from weft.transforms.graphs.graphified import num_pieces
 from weft.transforms.graphs.ladder import Limits
 
 
@@ -49,7 +50,7 @@ def capture_ladder(model: Model, limits: Limits, device: str) -> dict[str, Any]:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     used = graph.memory_analysis()
-    pieces = graph.num_pieces()
+    pieces = num_pieces(graph)
     graph.cache_clear()
     start = time.perf_counter()
     estimate = graph.memory_estimate(*example)

@@ -24,7 +24,9 @@ from weft.stages.layout import split_layers
 from weft.stages.model import Model
 from weft.stages.params import slice_params
 from weft.stages.random_weights import random_adapter
+from weft.transforms.engine.evaluation.certificates import as_json, from_json
 from weft.transforms.engine.evaluation.facts import digest_program, digest_weights
+from weft.transforms.engine.evaluation.verification import Verification
 from weft.transforms.engine.generate import generate
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.engine.outputs import OutputProcessor, RequestOutput
@@ -72,7 +74,7 @@ def test_any_split_and_mode_computes_it_again(kind: str, way: str) -> None:
     assert [one.result for one in verifications] == ["equal"] * 6
     assert all(one.equal and not one.other_facts for one in verifications)
     [alone] = weft.verify(certificates[3], model, **WAYS[way])
-    assert isinstance(alone, weft.Verification)
+    assert isinstance(alone, Verification)
     assert alone.equal
 
 
@@ -83,7 +85,7 @@ def test_a_file_keeps_every_bit(sampling: weft.SamplingParams) -> None:
         c.certificate()
         for c in generate(model, [[1, 2]], max_tokens=2, sampling=attrs.evolve(sampling, n=1))
     ]
-    assert weft.Certificate.from_json(json.loads(one.text()), "", "") == one
+    assert from_json(json.loads(as_json(one)), "", "") == one
     assert one.sampling.seed == sampling.seed
 
 
@@ -384,7 +386,7 @@ def test_a_file_of_something_else(
     certificate: weft.Certificate, tmp_path: Path, change: dict[str, Any], problem: str
 ) -> None:
     path = tmp_path / "one.json"
-    path.write_text(json.dumps(json.loads(certificate.text()) | change))
+    path.write_text(json.dumps(json.loads(as_json(certificate)) | change))
     with pytest.raises(ConfigError, match=re.escape(problem)) as error:
         weft.Certificate.load_all(path)
     assert "one.json, line 1," in error.value.problem

@@ -14,6 +14,7 @@ from weft.errors import CostError, ProgramError
 from weft.transforms.pipelines.schedule import decode_jobs, make_programs, streaming
 from weft.transforms.pipelines.timing.costs import Costs
 from weft.transforms.pipelines.timing.simulate import simulate
+from weft.transforms.pipelines.timing.timeline import busy_shares
 
 # closed forms
 
@@ -34,7 +35,7 @@ def test_streaming_takes_fill_and_a_stage_for_each_further_micro_batch(
     expected = 2.0 * stages + transfer * (stages - 1) + slowest * (mbs - 1)
     timeline = simulate(streaming(stages, mbs), costs, capacity=capacity)
     assert timeline.step_time == expected
-    assert timeline.busy == tuple([mbs * 2.0 / expected] * stages)
+    assert busy_shares(timeline) == tuple([mbs * 2.0 / expected] * stages)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 6])
@@ -118,7 +119,7 @@ def test_each_effect_costs_its_launch_and_is_no_bubble_only_where_it_runs() -> N
         0.25,
         0.75,
     ]
-    assert timeline.busy == (4 / timeline.step_time,) * 2
+    assert busy_shares(timeline) == (4 / timeline.step_time,) * 2
 
 
 def test_costs_may_depend_on_the_micro_batch() -> None:

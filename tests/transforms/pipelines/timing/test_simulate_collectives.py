@@ -15,32 +15,33 @@ from refusal import refused
 from ticking import Ticking, costs_of, prices, programs_of_any_kind
 
 import weft
-from weft.effects import (
+from weft.effects import Effect, Fence, Program, Recv, Run, Send, parse_listing
+from weft.errors import CostError, ProgramError
+from weft.meshes.collectives import (
     AllGather,
     AllReduce,
     AllToAll,
     Collective,
-    Effect,
-    Fence,
     PPermute,
-    Program,
-    Recv,
     ReduceScatter,
-    Run,
-    Schema,
-    Send,
-    TensorSchema,
-    parse_listing,
 )
-from weft.errors import CostError, ProgramError
+from weft.meshes.mesh import group_of
+from weft.schema import Schema, TensorSchema
 from weft.transforms.pipelines.lanes import lane_rank, spread
 from weft.transforms.pipelines.machine import interleave
 from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.schedule import decode_jobs, make_programs
-from weft.transforms.pipelines.timing.costs import BY_NODE, ONE_STEP, Costs
+from weft.transforms.pipelines.timing.costs import (
+    BY_NODE,
+    ONE_STEP,
+    Costs,
+    all_reduce_ways,
+    effect_seconds,
+)
+from weft.transforms.pipelines.timing.events import num_ranks
 from weft.transforms.pipelines.timing.hardware import Machine
 from weft.transforms.pipelines.timing.simulate import _Clocks, simulate
-from weft.transforms.pipelines.timing.timeline import Timeline
+from weft.transforms.pipelines.timing.timeline import Timeline, busy_shares
 
 SCHEMA = Schema((TensorSchema("x", (4, 8), torch.float32),))
 SIZE = 4 * 8 * 4
@@ -147,7 +148,7 @@ CLOSED: dict[str, tuple[Collective, float]] = {
 def test_it_takes_the_faster_of_one_step_and_a_ring(case: str) -> None:
     effect, expected = CLOSED[case]
     costs = Costs(parts=[0.0], latency=LATENCY, bytes_per_second=SPEED)
-    assert costs.seconds(effect) == pytest.approx(expected)
+    assert effect_seconds(costs, effect) == pytest.approx(expected)
     assert simulate(meeting(effect), costs).step_time == pytest.approx(expected)
 
 
@@ -169,15 +170,15 @@ def test_a_sum_over_nodes_goes_in_three_phases() -> None:
     costs, effect = between(2, 8, 8, 10**9)
     within = LATENCY + 7 / 8 * 4 * 10**9 / SPEED
     across = 5e-6 + 4 * 10**9 / 8 / (SPEED / 8)
-    assert costs.seconds(effect) == pytest.approx(within + across + within)
-    assert costs.all_reduce_ways(effect)[BY_NODE] == costs.seconds(effect)
+    assert effect_seconds(costs, effect) == pytest.approx(within + across + within)
+    assert all_reduce_ways(costs, effect)[BY_NODE] == effect_seconds(costs, effect)
     flat = attrs.evolve(costs, gpus_per_node=None)
-    assert flat.seconds(effect) == pytest.approx(30 * (5e-6 + 4 * 10**9 / 16 / (SPEED / 8)))
+    assert effect_seconds(flat, effect) == pytest.approx(30 * (5e-6 + 4 * 10**9 / 16 / (SPEED / 8)))
     small = attrs.evolve(effect, schema=Schema((TensorSchema("x", (1,), torch.float32),)))
     assert (
-        costs.seconds(small)
-        == costs.all_reduce_ways(small)[ONE_STEP]
-        < costs.all_reduce_ways(small)[BY_NODE]
+        effect_seconds(costs, small)
+        == all_reduce_ways(costs, small)[ONE_STEP]
+        < all_reduce_ways(costs, small)[BY_NODE]
     )
 
 
@@ -188,15 +189,15 @@ def test_a_sum_over_nodes_is_within_its_bounds(
     """It is never slower than the ways that ignore nodes. It is never faster than the transfer of
     the bytes that must leave a node (Patarasuk and Yuan) over all of its links at once."""
     costs, effect = between(nodes, size, slower, count)
-    seconds = costs.seconds(effect)
-    assert seconds <= attrs.evolve(costs, gpus_per_node=None).seconds(effect)
+    seconds = effect_seconds(costs, effect)
+    assert seconds <= effect_seconds(attrs.evolve(costs, gpus_per_node=None), effect)
     assert seconds >= 2 * (nodes - 1) / nodes * 4 * count / size / (SPEED / slower) * (1 - 1e-9)
-    assert (BY_NODE in costs.all_reduce_ways(effect)) == (nodes > 1 and size > 1)
+    assert (BY_NODE in all_reduce_ways(costs, effect)) == (nodes > 1 and size > 1)
 
 
 def test_nodes_with_unequal_shares_of_the_ranks_have_no_phases() -> None:
     costs, _ = between(2, 4, 8, 1)
-    assert BY_NODE not in costs.all_reduce_ways(AllReduce((2, 3, 4), schema=SCHEMA))
+    assert BY_NODE not in all_reduce_ways(costs, AllReduce((2, 3, 4), schema=SCHEMA))
 
 
 def test_ranks_far_apart_take_longer() -> None:
@@ -204,7 +205,9 @@ def test_ranks_far_apart_take_longer() -> None:
         latency=lambda ranks: 1.0 if len({rank // 2 for rank in ranks}) == 1 else 5.0,
         bytes_per_second=lambda ranks: math.inf,
     )
-    assert [costs.seconds(AllReduce(ranks, schema=SCHEMA)) for ranks in ((0, 1), (1, 2))] == [1, 5]
+    assert [
+        effect_seconds(costs, AllReduce(ranks, schema=SCHEMA)) for ranks in ((0, 1), (1, 2))
+    ] == [1, 5]
 
 
 # planted bugs that the ticking clock detects
@@ -253,7 +256,7 @@ def test_the_programs_of_a_sharded_function_are_simulated() -> None:
     programs = f.programs({"up": torch.ones(4, 8), "down": torch.ones(8, 4)}, torch.ones(3, 4))
     timeline = simulate(programs, Costs(parts=[2.0, 0.5], latency=1.0, bytes_per_second=3 * 4 * 4))
     assert timeline.step_time == 2.0 + (1.0 + 1.0) + 0.5
-    assert timeline.busy == (2.5 / 4.5,) * 2
+    assert busy_shares(timeline) == (2.5 / 4.5,) * 2
     uneven = simulate(
         programs, Costs(parts=lambda part, rank: 2.0 + rank, latency=1.0, bytes_per_second=48)
     )
@@ -284,7 +287,7 @@ def test_each_lane_has_the_timeline_of_one_pipeline(cohorts: int) -> None:
 def test_a_pipeline_over_a_mesh_is_simulated() -> None:
     step = pipeline([stage, stage], microbatches=2, mesh=MESH)
     timeline = simulate(step.programs(), Costs([1.0, 1.0]))
-    assert (timeline.num_ranks, timeline.step_time) == (4, 3.0)
+    assert (num_ranks(timeline.events), timeline.step_time) == (4, 3.0)
 
 
 def parted(program: Program, count: int) -> Iterator[Effect]:
@@ -296,7 +299,7 @@ def parted(program: Program, count: int) -> Iterator[Effect]:
             continue
         for _ in range(count):
             yield Run("part 0", effect.microbatch)
-            yield AllReduce(MESH.group(program.rank, "tensor"), effect.microbatch, SCHEMA)
+            yield AllReduce(group_of(MESH, program.rank, "tensor"), effect.microbatch, SCHEMA)
 
 
 @given(st.integers(1, 3), st.integers(0, 3), st.integers(0, 3), st.integers(1, 3))

@@ -10,7 +10,7 @@ from weft.stages import DEMO, load_config
 from weft.stages.config import ModelConfig
 from weft.stages.layout import BYTES_PER_LOGIT, layer_weights
 from weft.stages.shares import share_config
-from weft.transforms.pipelines.timing.costs import Costs
+from weft.transforms.pipelines.timing.costs import Costs, transfer_seconds
 from weft.transforms.pipelines.timing.hardware import KERNELS_PER_LAYER, Machine
 from weft.transforms.pipelines.timing.prediction import predict_decode
 from weft.transforms.pipelines.timing.splits import SplitPlan, plan_splits
@@ -127,7 +127,7 @@ def test_ranks_of_two_nodes_pay_for_the_network(config: ModelConfig) -> None:
     assert (one.transfer(size), two.transfer(size)) == (pytest.approx(1e-4 + size * row / 1e8),) * 2
     costs = one.costs(size)
     assert isinstance(costs, Costs)
-    edges = [costs.transfer(Send(b, 0), (a, b), 0) for a, b in ((0, 1), (1, 2), (2, 3))]
+    edges = [transfer_seconds(costs, Send(b, 0), (a, b), 0) for a, b in ((0, 1), (1, 2), (2, 3))]
     assert edges == [1e-5, 1e-4, 1e-5]
 
 

@@ -25,7 +25,9 @@ from weft.transforms.pipelines.timing.timeline import (
     Comparison,
     Recorder,
     Timeline,
+    busy_shares,
     compare,
+    make_timeline,
     measure,
 )
 
@@ -77,10 +79,10 @@ def test_the_legend_has_what_is_drawn_and_nothing_else() -> None:
 
 
 def test_no_time_and_no_events_can_be_drawn() -> None:
-    assert Timeline.of([]).step_time == 0
-    assert "0 ranks" in str(Timeline.of([]))
+    assert make_timeline([]).step_time == 0
+    assert "0 ranks" in str(make_timeline([]))
     nothing = simulate(streaming(2, 1), Costs([0, 0]))
-    assert nothing.busy == (0, 0)
+    assert busy_shares(nothing) == (0, 0)
     assert ElementTree.fromstring(nothing._repr_html_()) is not None
 
 
@@ -174,7 +176,7 @@ def test_a_measured_run_draws_as_a_simulated_one() -> None:
         for e in reversed(simulated.events)
     ]
     by_rank = [e for rank in range(3) for e in reversed(later) if e.rank == rank]
-    measured = Timeline.of(by_rank, simulated.peak_bytes)
+    measured = make_timeline(by_rank, simulated.peak_bytes)
     assert measured.step_time == pytest.approx(simulated.step_time)
     assert str(measured) == str(simulated)
     assert re.sub(r"\d+\.\d+", "", measured._repr_html_()) == re.sub(
@@ -183,10 +185,14 @@ def test_a_measured_run_draws_as_a_simulated_one() -> None:
 
 
 def test_a_measured_run_need_not_count_its_messages() -> None:
-    measured = Timeline.of(
+    measured = make_timeline(
         [Event(0, Run("stage 0", 0), 3.0, 5.0), Event(1, Run("stage 1", 0), 5.0, 7.0, 1.0)]
     )
-    assert (measured.step_time, measured.busy, measured.bubble) == (4, (0.5, 0.25), (0.5, 0.75))
+    assert (measured.step_time, busy_shares(measured), measured.bubble) == (
+        4,
+        (0.5, 0.25),
+        (0.5, 0.75),
+    )
     assert str(measured).endswith("2 ranks, 4 s")
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.effects import Collective
-from weft.meshes.collectives import combine
+from weft.meshes.collectives import Collective, combine
 from weft.proofs.evidence.runs import failures
 from weft.transforms.pipelines.transports import distributed
 from weft.transforms.pipelines.transports.messaging.messages import DeviceEnd

@@ -17,7 +17,7 @@ from weft.meshes.collectives import (
     ReduceScatter,
     combine,
 )
-from weft.transforms.pipelines.transports.distributed import Distributed
+from weft.transforms.pipelines.transports.distributed import Distributed, end_of
 from weft.transforms.pipelines.transports.ends.gloo import GlooEnd
 from weft.transforms.pipelines.transports.ends.nccl import NcclEnd
 from weft.transforms.pipelines.transports.launch import launch
@@ -54,7 +54,7 @@ def inputs(count: int = len(RANKS)) -> list[Tensor]:
 def on_gloo() -> list[tuple[Tensor, int]]:
     """This rank's result of each collective, and the values that it sent for it."""
     transport = Distributed(timeout=20)
-    end = transport.end
+    end = end_of(transport)
     results = []
     assert isinstance(end, GlooEnd)
     send, sent = end.send, list[int]()
@@ -93,10 +93,10 @@ def on_gpus(backend: Any, dtype: torch.dtype) -> list[str]:
     rank_inputs = [x.to(device, dtype) for x in inputs(count)]
     for effect, _ in effects(tuple(range(count))):
         expected = combine(effect, rank_inputs)[rank]
-        eager = transport.end.perform(effect, rank_inputs[rank], 0)
+        eager = end_of(transport).perform(effect, rank_inputs[rank], 0)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            captured = transport.end.perform(effect, rank_inputs[rank], 0)
+            captured = end_of(transport).perform(effect, rank_inputs[rank], 0)
         graph.replay()
         transport.synchronize()
         wrong += [f"{effect}"] * (

@@ -7,12 +7,12 @@ import pytest
 import torch
 from ranks import advance, scale, told
 
-from weft.effects import Schema
 from weft.errors import ProgramError
 from weft.meshes.collectives import AllGather, AllReduce
 from weft.ops.transfers.collective import Member
 from weft.ops.transfers.transfer import find
 from weft.proofs import assert_equal
+from weft.schema import Schema
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.schedule import Job, make_programs

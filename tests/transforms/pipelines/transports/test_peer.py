@@ -17,7 +17,7 @@ from weft.meshes.collectives import (
     ReduceScatter,
     combine,
 )
-from weft.transforms.pipelines.transports.distributed import Distributed
+from weft.transforms.pipelines.transports.distributed import Distributed, end_of
 from weft.transforms.pipelines.transports.launch import launch
 from weft.transforms.pipelines.transports.messaging.messages import as_bytes
 
@@ -95,7 +95,7 @@ def run_cases(seed: int) -> list[str]:
     wrong = []
     rank = transport.rank
     device = transport.device
-    end = transport.end
+    end = end_of(transport)
     random.seed(seed)
     chosen = list(cases())
     random.shuffle(chosen)
@@ -140,7 +140,7 @@ def run_many(replays: int) -> int:
     transport = Distributed(backend="peer", timeout=60)
     rank = transport.rank
     device = transport.device
-    end = transport.end
+    end = end_of(transport)
     effect = AllReduce(AMONG)
     among = random.Random(rank)
     sizes = [2048 * n for n in (1, 128, 256, 300, 512, 2048, 1, 700)]
@@ -174,7 +174,7 @@ def run_alone(count: int) -> float:
     """On rank 0: the seconds that a collective takes to end once its wait is aborted; rank 1 takes
     no part."""
     transport = Distributed(backend="peer", timeout=60)
-    end: Any = transport.end
+    end: Any = end_of(transport)
     x = torch.ones(count, device=transport.device)
     assert float(end.perform(AllReduce(AMONG), x, 0).sum()) == 2 * count
     torch.cuda.synchronize()

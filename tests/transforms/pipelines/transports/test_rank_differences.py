@@ -8,9 +8,9 @@ import pytest
 import torch
 from ranks import advance, scale, told
 
-from weft.effects import Schema
 from weft.meshes.mesh import Mesh
 from weft.ops.transfers.collective import all_gather, all_reduce
+from weft.schema import Schema
 from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.transports.launch import launch
