@@ -5,14 +5,17 @@ from . import (
     stages as stages,
     transforms as transforms,
 )
-from .batch import (
+from .batches.batch import (
     DRAFT as DRAFT,
     EMBEDDED as EMBEDDED,
     LAST_TOKEN as LAST_TOKEN,
     Batch as Batch,
 )
-from .descriptor import BatchDescriptor as BatchDescriptor, Descriptor as Descriptor
-from .donation import clone as clone, donate as donate, donates as donates
+from .batches.descriptor import BatchDescriptor as BatchDescriptor, Descriptor as Descriptor
+from .batches.outputs import IntermediateTensors as IntermediateTensors, Output as Output
+from .batches.padding import inert as inert, pad as pad, unpad as unpad
+from .batches.sampling import SamplingParams as SamplingParams
+from .batches.state import State as State, admit as admit, advance as advance
 from .errors import WeftError as WeftError
 from .meshes.distribute import distribute as distribute
 from .meshes.mesh import Mesh as Mesh
@@ -32,10 +35,6 @@ from .ops.transfers.collective import (
     ppermute as ppermute,
     reduce_scatter as reduce_scatter,
 )
-from .outputs import IntermediateTensors as IntermediateTensors, Output as Output
-from .padding import inert as inert, pad as pad, unpad as unpad
-from .sampling import SamplingParams as SamplingParams
-from .schema import Schema as Schema
 from .settings import (
     assert_max_captures as assert_max_captures,
     batch_invariant as batch_invariant,
@@ -45,7 +44,6 @@ from .settings import (
 from .stages.adapters.adapter import load_adapter as load_adapter
 from .stages.checkpoints.loading import load as load
 from .stages.model import Model as Model
-from .state import State as State, admit as admit, advance as advance
 from .transforms.engine.engine import Engine as Engine
 from .transforms.engine.evaluation.certificates import Certificate as Certificate
 from .transforms.engine.evaluation.verification import verify as verify
@@ -63,7 +61,9 @@ from .transforms.graphs.while_loop import while_loop as while_loop
 from .transforms.pipelines.microbatch import microbatch as microbatch, scan as scan
 from .transforms.pipelines.pipeline import compose as compose, pipeline as pipeline
 from .transforms.shards.shard import shard as shard
-from .trees import (
+from .values.donation import clone as clone, donate as donate, donates as donates
+from .values.schema import Schema as Schema
+from .values.trees import (
     axes as axes,
     descriptor_field as descriptor_field,
     pytree as pytree,

@@ -20,7 +20,7 @@ from weft.meshes import collectives
 from weft.meshes.collectives import (
     Collective,
 )
-from weft.schema import Schema, read_form
+from weft.values.schema import Schema, read_form
 
 __all__ = [
     "Broadcast",

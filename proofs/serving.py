@@ -5,7 +5,7 @@ from typing import Protocol
 
 import attrs
 
-from weft.outputs import Output
+from weft.batches.outputs import Output
 from weft.proofs._strategies.engine.traces import Trace
 from weft.proofs.checks.difference import LawViolation
 from weft.transforms.engine.requests.host_state import HostState, RequestState

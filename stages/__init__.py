@@ -1,7 +1,7 @@
 """Stages: pure functions `(params, state, batch, x) -> (state, y)`. Decoders, their checkpoints,
 and custom modules."""
 
-from weft.batch import ResolvedBatch
+from weft.batches.batch import ResolvedBatch
 from weft.ops.attention.backends import AttentionBackend
 from weft.stages.attention.context import attend, attention_scores, weighted_values
 from weft.stages.checkpoints.chat import ChatTemplate

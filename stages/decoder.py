@@ -16,9 +16,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.batch import Batch, ResolvedBatch
-from weft.descriptor import check_accepted, declare_check
-from weft.donation import donates
+from weft.batches.batch import Batch, ResolvedBatch
+from weft.batches.descriptor import check_accepted, declare_check
+from weft.batches.outputs import IntermediateTensors, Output
+from weft.batches.state import State
 from weft.errors import ProgramError
 from weft.ops.attention.backends import AttentionBackend
 from weft.ops.attention.paged import paged_attention_quantized
@@ -31,7 +32,6 @@ from weft.ops.products.linear import fp8_linear, linear, swiglu
 from weft.ops.products.lora import add_lora
 from weft.ops.rotary import rotate_and_keep
 from weft.ops.transfers.collective import axis_index
-from weft.outputs import IntermediateTensors, Output
 from weft.settings import batch_invariant as invariant
 from weft.stages.attention import context
 from weft.stages.attention.rope import inverse_frequencies, mrope_positions, rope_tables
@@ -56,8 +56,8 @@ from weft.stages.layers import Blocks, run_layers
 from weft.stages.layout import StageLayout
 from weft.stages.params import DecoderParams, LayerParams, LoraWeights
 from weft.stages.shares import AXIS, TensorRanks
-from weft.state import State
 from weft.torchapi.private import to_device
+from weft.values.donation import donates
 
 
 def decoder_stage(

@@ -21,14 +21,15 @@ import torch
 from torch import Tensor
 
 from weft.arguments.checks import kind_of
-from weft.batch import DRAFT, Batch, ResolvedBatch, continues, find_owners
+from weft.batches.batch import DRAFT, Batch, ResolvedBatch, continues, find_owners
+from weft.batches.outputs import Output, PerToken
+from weft.batches.sampling_rows import SamplingTable
+from weft.batches.state import State
 from weft.errors import ProgramError, RequestError
 from weft.ops.norm import rms_norm
 from weft.ops.products.linear import linear
 from weft.ops.products.parts import sum_parts
 from weft.ops.sampling.sample import sample_rows, token_logprobs
-from weft.outputs import Output, PerToken
-from weft.sampling_table import SamplingTable
 from weft.settings import is_batch_invariant
 from weft.stages.config import ModelConfig
 from weft.stages.custom.functions import ChangeLogits, LogitsAt
@@ -36,7 +37,6 @@ from weft.stages.custom.results import blamed_on
 from weft.stages.custom.sown import sowing_nothing
 from weft.stages.params import DecoderParams
 from weft.stages.shares import SharedRows, TensorRanks
-from weft.state import State
 
 NO_CAPTURES: Mapping[str, Any] = MappingProxyType({})
 # The logits of at most this many tokens of a prompt are in memory at a time: each is vocab_size
@@ -331,7 +331,7 @@ def check_drafting(state: State, num_drafts: int) -> None:
     """Raise RequestError if the stage verifies drafts and the state has no `drafting`."""
     if num_drafts and state.drafting is None:
         problem = "a state without `drafting`"
-        instead = "attrs.evolve(state, drafting=weft.state.Drafting.zeros(...))"
+        instead = "attrs.evolve(state, drafting=weft.batches.state.Drafting.zeros(...))"
         raise RequestError("a stage that verifies drafts", problem, instead)
 
 

@@ -8,15 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.batch import EMBEDDED, Batch, ResolvedBatch
-from weft.descriptor import BatchDescriptor
+from weft.batches.batch import EMBEDDED, Batch, ResolvedBatch
+from weft.batches.descriptor import BatchDescriptor
+from weft.batches.outputs import IntermediateTensors
+from weft.batches.state import State, resolve
 from weft.errors import DescriptorError, ProgramError, WeftError
-from weft.outputs import IntermediateTensors
 from weft.stages.attention.rope import position_fault
 from weft.stages.layout import StageLayout
 from weft.stages.params import DecoderParams, head_fault
 from weft.stages.shares import TensorRanks
-from weft.state import State, resolve
 
 # The remedy in errors about places for drafts.
 NO_DRAFTS = "query_len=1, as in weft.Batch.decode(rows); weft.Engine(model, speculation=...) drafts"

@@ -14,7 +14,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.batch import ResolvedBatch
+from weft.batches.batch import ResolvedBatch
 from weft.ops.attention.backends import AttentionBackend
 from weft.ops.constants import is_asking, kernel_kind
 from weft.ops.norm import add_parts
@@ -28,7 +28,7 @@ from weft.stages.custom.sown import at_layer
 from weft.stages.params import DecoderParams, LayerParams
 from weft.stages.shares import TensorRanks
 from weft.torchapi.private import in_functorch_transform
-from weft.trees import tree_flatten
+from weft.values.trees import tree_flatten
 
 
 @attrs.frozen

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from weft.arguments.checks import Rule, check_values
+from weft.batches.sampling_rows import MAX_BIASED
+from weft.batches.state import State
 from weft.errors import CostError, ProgramError
-from weft.sampling_table import MAX_BIASED
 from weft.stages.config import ModelConfig
 from weft.stages.layer_fields import layer_fields
-from weft.state import State
 
 _RULES: dict[str, Rule] = {
     "layer_costs": (Sequence, "a list of the cost of each layer: [1.0] * 30")

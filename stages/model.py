@@ -49,7 +49,7 @@ from weft.stages.head import head
 from weft.stages.layout import StageLayout, is_whole, split_layers
 from weft.stages.params import DecoderParams, num_bytes
 from weft.stages.shares import AXIS, TensorRanks, check_leaves, share_config
-from weft.trees import OF_THIS_PROCESS
+from weft.values.trees import OF_THIS_PROCESS
 
 _RULES: dict[str, Rule] = {
     "token_ids": (

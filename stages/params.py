@@ -6,7 +6,7 @@ from torch import Tensor
 from weft.display.summary import Summarized
 from weft.errors import ProgramError
 from weft.stages.layout import StageLayout, check_layout
-from weft.trees import pytree, static, tree_leaves
+from weft.values.trees import pytree, static, tree_leaves
 
 
 # eq=False, here and below: `==` of two tensors is a tensor, which has no truth value.

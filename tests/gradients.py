@@ -12,11 +12,11 @@ from theirs import CLASSES
 from torch import Tensor
 
 import weft
-from weft.batch import Batch
+from weft.batches.batch import Batch
 from weft.stages.model import Model
 from weft.transforms.engine.setup import make_runner, make_state
 from weft.transforms.graphs.ladder import Limits
-from weft.trees import leaves_with_names, tree_map
+from weft.values.trees import leaves_with_names, tree_map
 
 SIZES: dict[str, Any] = {
     "vocab_size": 40,

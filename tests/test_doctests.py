@@ -39,4 +39,4 @@ def test_the_module_imports_and_its_examples_hold(name: str) -> None:
 
 def test_there_are_examples() -> None:
     finder = doctest.DocTestFinder(exclude_empty=True)
-    assert any(test.examples for test in finder.find(import_module("weft.trees")))
+    assert any(test.examples for test in finder.find(import_module("weft.values.trees")))

@@ -161,7 +161,7 @@ def test_07_a_donated_plain_tensor_still_answers_and_holds_the_new_value() -> No
     """Only weft refuses a plain tensor that was donated: torch reads it, and finds what the callee
     wrote there.
 
-    Around it: `weft.State`, or a class of your own marked `weft.donation.donatable`, refuses
+    Around it: `weft.State`, or a class of your own marked `weft.values.donation.donatable`, refuses
     everywhere.
     """
     f = weft.graphify(lambda state, x: state + x, donate_argnames="state")

@@ -14,9 +14,9 @@ from typing import Any, TypeVar, cast
 import attrs
 
 from weft.arguments.checks import Rule, check_values, kind_of
-from weft.donation import refuse_donated_in
 from weft.errors import ProgramError
-from weft.trees import pytree
+from weft.values.donation import refuse_donated_in
+from weft.values.trees import pytree
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -8,7 +8,7 @@ import attrs
 from torch import Tensor
 
 from weft.display.tables import Table
-from weft.trees import leaves_with_names
+from weft.values.trees import leaves_with_names
 
 # The most characters of a value that is not a tensor.
 _MOST = 100

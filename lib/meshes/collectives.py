@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.meshes.placements import reduced
-from weft.schema import Schema, TensorSchema
+from weft.values.schema import Schema, TensorSchema
 
 
 @attrs.frozen

@@ -4,11 +4,11 @@ from typing import Any
 
 from torch import Tensor
 
-from weft.donation import refuse_donated_in
 from weft.errors import MeshError
 from weft.meshes.mesh import as_mesh
 from weft.meshes.placements import PerRank, is_placement, on_axes, part_of
-from weft.trees import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from weft.values.donation import refuse_donated_in
+from weft.values.trees import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 
 def distribute(tree: Any, mesh: Any, placements: Any) -> tuple[Any, ...]:

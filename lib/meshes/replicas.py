@@ -17,7 +17,7 @@ from weft.torchapi.private import (
     is_functorch_wrapped_tensor,
     without_modes,
 )
-from weft.value_keys import value_key
+from weft.values.keys import value_key
 
 
 def differing(values: Sequence[Any]) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.batch import DRAFT, LAST_TOKEN, find_owners
+from weft.batches.batch import DRAFT, LAST_TOKEN, find_owners
 from weft.ops.register import operator
 
 
@@ -44,8 +44,8 @@ def resolve_tokens(
 
     Returns:
         `input_ids`, `positions`, `slot_mapping`, `seq_lens`, `block_table` and `last_index` of a
-        `weft.batch.ResolvedBatch`. On CUDA a row or a position outside the table gives the id -1,
-        which makes the embedding's lookup fail; on other devices the indexing here fails.
+        `weft.batches.batch.ResolvedBatch`. On CUDA a row or a position outside the table gives the
+        id -1, which makes the embedding's lookup fail; on other devices the indexing here fails.
     """
     starts, (owner, place) = query_start_loc, find_owners(query_start_loc, len(input_ids))
     row = rows[owner]

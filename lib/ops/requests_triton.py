@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.batch import DRAFT, LAST_TOKEN
+from weft.batches.batch import DRAFT, LAST_TOKEN
 from weft.ops.kernel_triton import begin, early, kernel
 from weft.ops.tiles.tile import cdiv
 

@@ -12,14 +12,14 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from weft.donation import donates
 from weft.errors import WeftError
 from weft.proofs._strategies.captures.hazards import Hazard
 from weft.proofs._strategies.captures.tensor_programs import TensorProgram
 from weft.proofs.checks.difference import LawViolation, assert_equal
 from weft.torchapi.private import storage_id
 from weft.transforms.graphs.graphify import graphify
-from weft.trees import tree_leaves, tree_map
+from weft.values.donation import donates
+from weft.values.trees import tree_leaves, tree_map
 
 _LAW = "L24 graph is eager"
 # The errors by which a call of a graph may refuse. `LinAlgError` is one of them because a replay

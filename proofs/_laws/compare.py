@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from weft.descriptor import Descriptor
+from weft.batches.descriptor import Descriptor
+from weft.batches.state import advance
 from weft.proofs._strategies.models import Scenario
-from weft.state import advance
 from weft.transforms.pipelines.pipeline import compose
 
 D = TypeVar("D", bound=Descriptor)

@@ -17,7 +17,7 @@ from weft.proofs.checks.difference import LawViolation, find_difference
 from weft.proofs.checks.elements import Tolerance
 from weft.torchapi.frames import clear_frames
 from weft.transforms.graphs import one_at_a_time
-from weft.trees import tree_leaves
+from weft.values.trees import tree_leaves
 
 _LAW = "L25 a nest means what its parts mean"
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, func
 
-from weft.batch import Batch
-from weft.donation import clone
+from weft.batches.batch import Batch
 from weft.proofs._laws.compare import whole
 from weft.proofs._strategies.models import Scenario
 from weft.proofs.checks.difference import LawViolation, assert_equal, visible
 from weft.transforms.graphs.graphify import graphify
-from weft.trees import leaves_with_names, tree_leaves, tree_map
+from weft.values.donation import clone
+from weft.values.trees import leaves_with_names, tree_leaves, tree_map
 
 # The step of a finite difference, as a multiple of the direction. Weights have a deviation of 0.3.
 STEP = 1e-2

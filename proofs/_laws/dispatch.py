@@ -8,9 +8,8 @@ from typing import Any
 import attrs
 import torch
 
-from weft.batch import Batch
-from weft.descriptor import BatchDescriptor, is_uniform
-from weft.donation import declare_donated
+from weft.batches.batch import Batch
+from weft.batches.descriptor import BatchDescriptor, is_uniform
 from weft.proofs._laws.compare import larger, whole
 from weft.proofs._strategies.images import ImageScenario, Resolution
 from weft.proofs._strategies.models import Scenario
@@ -18,6 +17,7 @@ from weft.proofs.checks.difference import LawViolation
 from weft.transforms.graphs.dispatch import dispatch
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits, make_ladder
+from weft.values.donation import declare_donated
 
 
 def dispatch_is_least(descriptor: BatchDescriptor, limits: Limits, mode: str) -> None:

@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 
-from weft.descriptor import BatchDescriptor
-from weft.donation import clone
-from weft.padding import pad, unpad
+from weft.batches.descriptor import BatchDescriptor
+from weft.batches.padding import pad, unpad
 from weft.proofs._laws.compare import larger, whole
 from weft.proofs._strategies.captures.calls import Call, called, worlds
 from weft.proofs._strategies.captures.functions import Function, Rows, counting_step
@@ -16,7 +15,8 @@ from weft.proofs._strategies.models import Scenario
 from weft.proofs.checks.difference import LawViolation, assert_equal
 from weft.transforms.graphs.dispatch import dispatch
 from weft.transforms.graphs.graphify import graphify
-from weft.trees import tree_map
+from weft.values.donation import clone
+from weft.values.trees import tree_map
 
 
 def graph_is_eager(

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from weft.donation import donates
 from weft.proofs._strategies.loops import STEPS, Loop
 from weft.proofs.checks.difference import LawViolation
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.while_loop import while_loop
 from weft.transforms.pipelines.microbatch import scan
+from weft.values.donation import donates
 
 
 def loops_are_python_loops(loop: Loop, device: str = "cpu") -> None:

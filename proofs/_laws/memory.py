@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from weft.descriptor import BatchDescriptor
-from weft.donation import clone
+from weft.batches.descriptor import BatchDescriptor
 from weft.proofs._strategies.captures.functions import Function, Rows, counting_step
 from weft.proofs.checks.difference import LawViolation, assert_equal
 from weft.transforms.graphs.graphify import graphify
-from weft.trees import tree_map
+from weft.values.donation import clone
+from weft.values.trees import tree_map
 
 # The fraction by which an estimate may exceed the memory used.
 SHARE = 0.1

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.batch import Batch
-from weft.descriptor import BatchDescriptor
-from weft.donation import clone, declare_donated, donates
+from weft.batches.batch import Batch
+from weft.batches.descriptor import BatchDescriptor
 from weft.errors import CaptureError, DonatedError
 from weft.proofs._laws.compare import whole
 from weft.proofs._strategies.captures.functions import Function
 from weft.proofs._strategies.models import Scenario
 from weft.proofs.checks.difference import LawViolation, assert_equal
 from weft.transforms.graphs.graphify import graphify
-from weft.trees import tree_map
+from weft.values.donation import clone, declare_donated, donates
+from weft.values.trees import tree_map
 
 
 def capture_leaves_no_trace(

@@ -6,15 +6,15 @@ from typing import Any
 import attrs
 import torch
 
-from weft.batch import Batch
-from weft.descriptor import BatchDescriptor
-from weft.padding import pad, unpad
+from weft.batches.batch import Batch
+from weft.batches.descriptor import BatchDescriptor
+from weft.batches.padding import pad, unpad
+from weft.batches.state import State
 from weft.proofs._laws.compare import larger, whole
 from weft.proofs._strategies.images import ImageScenario, Resolution
 from weft.proofs._strategies.models import Scenario
 from weft.proofs.checks.difference import LawViolation, assert_equal, visible
-from weft.state import State
-from weft.trees import tree_map
+from weft.values.trees import tree_map
 
 
 def padding_is_inert(

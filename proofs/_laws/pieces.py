@@ -2,16 +2,16 @@
 
 from collections.abc import Sequence
 
-from weft.descriptor import BatchDescriptor
-from weft.donation import clone
-from weft.padding import pad, unpad
+from weft.batches.descriptor import BatchDescriptor
+from weft.batches.padding import pad, unpad
 from weft.proofs._laws.compare import whole
 from weft.proofs._strategies.captures.functions import Function
 from weft.proofs._strategies.models import Scenario
 from weft.proofs.checks.difference import LawViolation, assert_equal
 from weft.transforms.graphs.graphified import num_pieces
 from weft.transforms.graphs.graphify import graphify, piecewise
-from weft.trees import tree_map
+from weft.values.donation import clone
+from weft.values.trees import tree_map
 
 
 def pieces_are_the_whole(

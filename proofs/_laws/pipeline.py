@@ -5,16 +5,16 @@ from typing import Any
 
 from torch import Tensor
 
-from weft.descriptor import BatchDescriptor
+from weft.batches.descriptor import BatchDescriptor
+from weft.batches.state import advance
 from weft.proofs._laws.compare import whole
 from weft.proofs._strategies.captures.functions import Function
 from weft.proofs._strategies.models import Scenario
 from weft.proofs.checks.difference import assert_equal, visible
-from weft.state import advance
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.microbatch import microbatch
 from weft.transforms.pipelines.pipeline import compose, pipeline
-from weft.trees import tree_map
+from weft.values.trees import tree_map
 
 
 def pipeline_is_composition(

@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor, func
 
-from weft.donation import clone
+from weft.batches.state import State, advance
 from weft.effects import listing, parse_listing
 from weft.errors import CaptureError, DerivativeError, MeshError, ProgramError
 from weft.meshes.mesh import Mesh
@@ -25,12 +25,12 @@ from weft.stages.layout import StageLayout, split_layers
 from weft.stages.params import DecoderParams
 from weft.stages.random_weights import random_params
 from weft.stages.shares import AXIS, Share, TensorRanks, share_config
-from weft.state import State, advance
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.microbatch import microbatch, scan
 from weft.transforms.pipelines.pipeline import compose, pipeline
 from weft.transforms.shards.shard import shard
-from weft.trees import tree_map
+from weft.values.donation import clone
+from weft.values.trees import tree_map
 
 Step = Callable[[Any, Any, Any], Any]
 

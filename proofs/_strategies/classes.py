@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 
 from hypothesis import strategies as st
 
-from weft.batch import LAST_TOKEN, Batch
-from weft.descriptor import BatchDescriptor
+from weft.batches.batch import LAST_TOKEN, Batch
+from weft.batches.descriptor import BatchDescriptor
 from weft.transforms.graphs.ladder import Limits, lora_rungs
 
 

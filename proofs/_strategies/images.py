@@ -8,9 +8,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft.descriptor import Descriptor
-from weft.donation import donates
-from weft.trees import axes, descriptor_field, pytree
+from weft.batches.descriptor import Descriptor
+from weft.values.donation import donates
+from weft.values.trees import axes, descriptor_field, pytree
 
 CHANNELS = 3
 

@@ -7,21 +7,21 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft.batch import LAST_TOKEN, Batch
+from weft.batches.batch import LAST_TOKEN, Batch
+from weft.batches.sampling import SamplingParams
+from weft.batches.state import State, admit
 from weft.proofs._strategies.engine.adapters import hold_adapters, slots
 from weft.proofs._strategies.engine.embeds import images, with_mrope
 from weft.proofs._strategies.sampling import sampling_params
-from weft.sampling import SamplingParams
 from weft.stages import architectures
 from weft.stages.config import ModelConfig, parse_config
 from weft.stages.decoder import decoder_stage
 from weft.stages.layout import StageLayout, empty_states, split_layers
 from weft.stages.params import slice_params
 from weft.stages.random_weights import random_params
-from weft.state import State, admit
 from weft.transforms.engine.requests.prompts import PromptContent, ids_of, read_content
 from weft.transforms.engine.steps.step import batch_embeds, batch_positions
-from weft.trees import tree_map
+from weft.values.trees import tree_map
 
 ARCHITECTURES = tuple(
     name for name, spec in architectures.ARCHITECTURES.items() if not spec.text_types

@@ -18,8 +18,8 @@ from weft.meshes.collectives import (
     ReduceScatter,
 )
 from weft.proofs.checks.programs_exhaustive import fault
-from weft.schema import Schema, TensorSchema
 from weft.transforms.pipelines.schedule import Job, make_programs
+from weft.values.schema import Schema, TensorSchema
 
 SCHEMAS = tuple(
     Schema((TensorSchema("h", ("num_tokens", width), torch.float32),)) for width in (4, 8)

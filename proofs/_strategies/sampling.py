@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 from hypothesis import strategies as st
 
-from weft.sampling import SamplingParams
+from weft.batches.sampling import SamplingParams
 
 _CHOICES: dict[str, st.SearchStrategy[Any]] = {
     "top_k": st.sampled_from((1, 2, 5, 1000)),

@@ -12,7 +12,6 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft.donation import donates
 from weft.errors import MeshError
 from weft.meshes.mesh import Mesh, stride_of
 from weft.meshes.placements import Partial, PerRank, Placement, Placements, Replicate, Shard
@@ -26,7 +25,8 @@ from weft.ops.transfers.collective import (
     reduce_scatter,
 )
 from weft.transforms.shards.shard import Sharded, shard
-from weft.trees import tree_map
+from weft.values.donation import donates
+from weft.values.trees import tree_map
 
 # `(params, state, x) -> x`.
 Step = Callable[[dict[str, Tensor], dict[str, Tensor], Tensor], Tensor]

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft.trees import pytree, static
+from weft.values.trees import pytree, static
 
 # The options of `attrs.frozen` that change how values are made, with the values to draw from.
 CLASS_OPTIONS: dict[str, tuple[Any, ...]] = {

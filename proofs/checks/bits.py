@@ -12,7 +12,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.padding import pad, unpad
+from weft.batches.padding import pad, unpad
 from weft.proofs.checks.difference import LawViolation, find_difference
 from weft.proofs.checks.search import copies
 from weft.proofs.checks.subject import Arguments, Subject
@@ -20,7 +20,7 @@ from weft.settings import batch_invariant
 from weft.torchapi.watching import OperatorWatch
 from weft.transforms.graphs.graphified import roles_of
 from weft.transforms.pipelines.microbatch import microbatch
-from weft.trees import find_descriptors, tree_leaves
+from weft.values.trees import find_descriptors, tree_leaves
 
 _PARTS = 2, 3
 _OTHERS = Path(torch.__file__).parent, Path(__file__).parents[2]

@@ -203,7 +203,7 @@ def to_code(value: Any, name: str = "value", folder: Path | None = None) -> str:
     >>> print(to_code({"h": torch.zeros(2, 3), "x": torch.tensor([0.1, float("nan")])}))
     import torch
     value = {'h': torch.zeros(2, 3), 'x': torch.tensor([0.1, float('nan')])}
-    >>> from weft.descriptor import BatchDescriptor
+    >>> from weft.batches.descriptor import BatchDescriptor
     >>> print(to_code(BatchDescriptor.uniform(3), "descriptor"))
     import weft
     descriptor = weft.BatchDescriptor(num_tokens=3, num_reqs=3, query_len=1)

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weft.batches.state import State
 from weft.proofs.checks.elements import Place, Tolerance, first_place, plain, unequal, worst_place
 from weft.proofs.checks.structures import structure_difference
-from weft.state import State
-from weft.trees import leaves_with_names, tree_map, tree_structure
-from weft.value_keys import value_key
+from weft.values.keys import value_key
+from weft.values.trees import leaves_with_names, tree_map, tree_structure
 
 # Tolerances (float32) for runs of different shapes, whose matrix products may sum in another order.
 ATOL = 2e-4
@@ -109,7 +109,7 @@ def find_difference(
 
     The structures must be equal, including classes and static fields. So must the dtype, shape,
     device and elements of tensors (and of numpy arrays). Other leaves are compared as in the keys
-    of graphs (`weft.value_keys`): 1 equals neither 1.0 nor True.
+    of graphs (`weft.values.keys`): 1 equals neither 1.0 nor True.
 
     Args:
         actual, expected: trees of tensors and other values.

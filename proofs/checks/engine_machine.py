@@ -10,13 +10,13 @@ from hypothesis import currently_in_test_context, event, note, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from weft.arguments.checks import is_int, kind_of
+from weft.batches.sampling import SamplingParams
 from weft.errors import CheckError
 from weft.proofs._laws.engine.completions import check_nothing_is_left
 from weft.proofs._strategies.engine.engines import Half
 from weft.proofs.checks.difference import LawViolation
 from weft.proofs.checks.served_model import CompletionKey, Oracle, ServedModel
 from weft.proofs.serving import check_ends
-from weft.sampling import SamplingParams
 from weft.stages.adapters.adapter import Adapter
 from weft.stages.model import Model
 from weft.transforms.engine.completion import CompletionState

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.trees import tree_leaves
+from weft.values.trees import tree_leaves
 
 # Seconds to wait for an answer: the fork of a process with threads may wait for a lock forever.
 TIMEOUT = 60.0

@@ -13,7 +13,7 @@ import attrs
 
 from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send
 from weft.meshes.collectives import AllGather, AllReduce, AllToAll, PPermute, ReduceScatter
-from weft.schema import Schema
+from weft.values.schema import Schema
 
 CAPACITIES = (1, 2, 3)
 

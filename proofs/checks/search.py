@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from weft.arguments.checks import kind_of
 from weft.errors import CheckError
-from weft.trees import tree_map
+from weft.values.trees import tree_map
 
 if TYPE_CHECKING:
     from hypothesis import strategies as st

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
+from weft.batches.sampling import SamplingParams
 from weft.proofs._laws.engine.completions import complete
-from weft.sampling import SamplingParams
 from weft.stages.adapters.adapter import Adapter
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine

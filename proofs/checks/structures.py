@@ -4,8 +4,8 @@ from typing import Any
 
 from weft.arguments.checks import with_article
 from weft.torchapi.private import children_of
-from weft.trees import TreeSpec, node_fields
-from weft.value_keys import value_key
+from weft.values.keys import value_key
+from weft.values.trees import TreeSpec, node_fields
 
 
 def structure_difference(
@@ -14,7 +14,7 @@ def structure_difference(
     """The path of the first node that differs, and a description of both sides; None if the
     structures are equal.
 
-    >>> from weft.trees import tree_structure
+    >>> from weft.values.trees import tree_structure
     >>> structure_difference(tree_structure({"a": (1, 2)}), tree_structure({"a": [1, 2]}))
     ("['a']", 'a tuple of 2', 'a list of 2')
     """
@@ -48,7 +48,8 @@ def _keys(spec: TreeSpec) -> list[Any] | None:
 
 
 def _names(spec: TreeSpec) -> list[str]:
-    """The children's paths relative to the node, in the form of `weft.trees.leaves_with_names`."""
+    """The children's paths relative to the node, in the form of
+    `weft.values.trees.leaves_with_names`."""
     if (keys := _keys(spec)) is not None:
         return [f"[{key!r}]" for key in keys]
     if isinstance(spec.type, type) and (fields := node_fields(spec.type)) is not None:

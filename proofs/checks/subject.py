@@ -7,8 +7,8 @@ from typing import Any, Literal
 import attrs
 from torch import Tensor
 
+from weft.batches.padding import pad, unpad
 from weft.errors import CaptureError, CheckError
-from weft.padding import pad, unpad
 from weft.proofs.checks.difference import LawViolation, find_difference
 from weft.proofs.checks.elements import Tolerance
 from weft.proofs.checks.fresh import FreshProcesses
@@ -16,8 +16,14 @@ from weft.proofs.checks.search import copies
 from weft.transforms.graphs.calls.call import invoke
 from weft.transforms.graphs.calls.results import find_next_value
 from weft.transforms.graphs.graphified import Graphified, roles_of
-from weft.trees import find_descriptors, tree_flatten, tree_leaves, tree_structure, tree_unflatten
-from weft.value_keys import value_key
+from weft.values.keys import value_key
+from weft.values.trees import (
+    find_descriptors,
+    tree_flatten,
+    tree_leaves,
+    tree_structure,
+    tree_unflatten,
+)
 
 # One call's arguments by name, defaults included.
 Arguments = dict[str, Any]

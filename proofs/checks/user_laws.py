@@ -8,17 +8,17 @@ import attrs
 import torch
 from torch import Tensor, func
 
-from weft.padding import pad, unpad
+from weft.batches.padding import pad, unpad
+from weft.batches.state import State
 from weft.proofs.checks.bits import same_bits, wants_rows
 from weft.proofs.checks.difference import LawViolation, visible
 from weft.proofs.checks.search import copies
 from weft.proofs.checks.subject import Arguments, Subject
-from weft.state import State
 from weft.transforms.graphs.calls.borrowing import lends
 from weft.transforms.graphs.graphified import roles_of
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.microbatch import microbatch
-from weft.trees import find_descriptors, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from weft.values.trees import find_descriptors, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 Calls = Sequence[Arguments]
 

@@ -18,7 +18,7 @@ from weft.stages.checkpoints.reading import FLOATS, check_tensor, open_tensors, 
 from weft.stages.config import find_file
 from weft.stages.model import Model
 from weft.stages.shares import adaptable
-from weft.trees import OF_THIS_PROCESS, pytree, static
+from weft.values.trees import OF_THIS_PROCESS, pytree, static
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from weft.batch import ResolvedBatch, find_owners
+from weft.batches.batch import ResolvedBatch, find_owners
 from weft.ops.attention.backends import AttentionBackend
 from weft.ops.attention.paged import paged_attention
 from weft.stages.config import ModelConfig

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from weft.arguments.json_text import Fields
-from weft.batch import Batch, ResolvedBatch, owners_of
+from weft.batches.batch import Batch, ResolvedBatch, owners_of
+from weft.batches.outputs import IntermediateTensors
+from weft.batches.state import State
 from weft.ops.rotary import turn_tables
-from weft.outputs import IntermediateTensors
-from weft.state import State
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 KINDS: tuple[RopeKind, ...] = get_args(RopeKind)

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.trees import tree_leaves
+from weft.values.trees import tree_leaves
 
 # The number of places in a checkpoint that a digest reads, and the bytes read at each.
 _SAMPLES = 512

@@ -7,8 +7,10 @@ import attrs
 from torch import Tensor
 
 from weft.arguments.checks import Rule, check_values, is_int, other_signature
-from weft.batch import Batch, ResolvedBatch
-from weft.descriptor import CAPABILITIES
+from weft.batches.batch import Batch, ResolvedBatch
+from weft.batches.descriptor import CAPABILITIES
+from weft.batches.outputs import IntermediateTensors, Output
+from weft.batches.state import State
 from weft.errors import ProgramError
 from weft.ops.attention.backends import (
     AttentionBackend,
@@ -17,10 +19,8 @@ from weft.ops.attention.backends import (
     is_paged_operator,
 )
 from weft.ops.products.fp8 import Quantized
-from weft.outputs import IntermediateTensors, Output
 from weft.stages.config import ModelConfig
 from weft.stages.params import DecoderParams, LayerParams
-from weft.state import State
 
 _PAGE_SIZE = 16
 
@@ -172,7 +172,7 @@ class StageFunctions:
 
 
 def capability_of(functions: StageFunctions) -> str:
-    """The graphs in which the attention can run, one of `weft.descriptor.CAPABILITIES`."""
+    """The graphs in which the attention can run, one of `weft.batches.descriptor.CAPABILITIES`."""
     return min(
         (backend.capability for backend in functions._backends),
         key=CAPABILITIES.index,

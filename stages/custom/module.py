@@ -20,11 +20,11 @@ from torch.nn.parameter import is_lazy
 
 from weft.arguments.checks import kind_of
 from weft.display.summary import Summarized
-from weft.donation import donates
 from weft.errors import CaptureError, ProgramError
-from weft.objects import Change, Place, Snapshot, places_of_tensors, reachable_tensors
 from weft.torchapi.private import storage_id
 from weft.torchapi.watching import watched
+from weft.values.donation import donates
+from weft.values.objects import Change, Place, Snapshot, places_of_tensors, reachable_tensors
 
 if TYPE_CHECKING:
     from _thread import RLock

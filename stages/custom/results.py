@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from weft.arguments.checks import Rule, check_values, kind_of, other_signature
-from weft.batch import Batch, ResolvedBatch
-from weft.donation import donates
+from weft.batches.batch import Batch, ResolvedBatch
+from weft.batches.outputs import IntermediateTensors, Output
+from weft.batches.state import State
 from weft.errors import ProgramError
-from weft.outputs import IntermediateTensors, Output
 from weft.stages.custom.functions import LAYER, DecoderStage, Layer, Transform, name_of
 from weft.stages.custom.sown import sowing_nothing
 from weft.stages.layout import StageLayout
 from weft.stages.params import DecoderParams
-from weft.state import State
-from weft.trees import tree_structure
+from weft.values.donation import donates
+from weft.values.trees import tree_structure
 
 
 def changed_layer(

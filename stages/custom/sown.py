@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from weft.arguments.checks import kind_of
-from weft.batch import ResolvedBatch
+from weft.batches.batch import ResolvedBatch
+from weft.batches.outputs import IntermediateTensors, PerRequest, PerToken
+from weft.batches.state import State
 from weft.errors import ProgramError
-from weft.outputs import IntermediateTensors, PerRequest, PerToken
-from weft.state import State
-from weft.trees import OF_THIS_PROCESS
+from weft.values.trees import OF_THIS_PROCESS
 
 
 @attrs.define

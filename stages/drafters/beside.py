@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from weft.arguments.checks import kind_of
-from weft.batch import ResolvedBatch
+from weft.batches.batch import ResolvedBatch
+from weft.batches.state import State
 from weft.errors import ProgramError
 from weft.stages.attention.rope import inverse_frequencies, rope_tables
 from weft.stages.config import ModelConfig
@@ -21,7 +22,6 @@ from weft.stages.inputs import embed
 from weft.stages.layers import run_layers
 from weft.stages.layout import is_whole
 from weft.stages.params import DecoderParams, head_fault
-from weft.state import State
 from weft.torchapi.private import to_device
 
 # `(params, kv_pages, batch) -> (hidden, kv_pages)`: a second model reads the tokens that a stage

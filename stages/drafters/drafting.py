@@ -12,20 +12,28 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.batch import DRAFT, LAST_TOKEN, SCRATCH_ROW, Batch, ResolvedBatch, continues, owners_of
-from weft.descriptor import BatchDescriptor
-from weft.donation import donates
+from weft.batches.batch import (
+    DRAFT,
+    LAST_TOKEN,
+    SCRATCH_ROW,
+    Batch,
+    ResolvedBatch,
+    continues,
+    owners_of,
+)
+from weft.batches.descriptor import BatchDescriptor
+from weft.batches.outputs import IntermediateTensors, Output
+from weft.batches.state import State, resolve
 from weft.errors import DerivativeError
 from weft.ops.sampling.logits import FEATURES, PENALTIES, SEED, TEMPERATURE
 from weft.ops.sampling.ngram import find_drafts
 from weft.ops.sampling.sample import sample
-from weft.outputs import IntermediateTensors, Output
 from weft.stages.config import ModelConfig
 from weft.stages.custom.functions import OWN, StageFunctions
 from weft.stages.drafters.beside import reader
 from weft.stages.head import Extras, changed_logits, extras_of, head
 from weft.stages.params import DecoderParams
-from weft.state import State, resolve
+from weft.values.donation import donates
 
 Drafter = Callable[[Any, State, Batch], Batch]
 DraftingStage = Callable[

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from refusal import refused
 
-from weft.batch import Batch
+from weft.batches.batch import Batch
+from weft.batches.outputs import IntermediateTensors, Output
 from weft.effects import (
     Broadcast,
     Fence,
@@ -22,9 +23,8 @@ from weft.effects import (
     parse_listing,
 )
 from weft.errors import ProgramError
-from weft.outputs import IntermediateTensors, Output
-from weft.schema import Schema, TensorSchema
 from weft.transforms.pipelines.schedule import streaming
+from weft.values.schema import Schema, TensorSchema
 
 FAST = settings(deadline=None, max_examples=80)
 DTYPES = st.sampled_from(

@@ -17,7 +17,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 shell = InteractiveShell.instance()
 shell.run_cell("%colors nocolor")
-shell.run_cell("import torch, weft, weft.padding")
+shell.run_cell("import torch, weft, weft.batches.padding")
 for cell in sys.argv[1:]:
     with contextlib.redirect_stdout(io.StringIO()) as out:
         shell.run_cell(cell)
@@ -25,7 +25,7 @@ for cell in sys.argv[1:]:
 """
 READS = "@weft.graphify\ndef f(x):\n    return x * x.sum().item()\nf(torch.ones(3))"
 MISTAKE = "weft.SamplingParams(top_p=2)"
-BUG = "weft.padding.padded_shape(3, 4, 5)"
+BUG = "weft.batches.padding.padded_shape(3, 4, 5)"
 
 
 def shown(*cells: str, **environment: str) -> list[str]:

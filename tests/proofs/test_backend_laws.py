@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from weft.descriptor import BatchDescriptor
+from weft.batches.descriptor import BatchDescriptor
+from weft.batches.padding import pad, unpad
+from weft.batches.state import State
 from weft.ops.attention.backends import BACKENDS
-from weft.padding import pad, unpad
 from weft.proofs._laws.compare import larger, whole
 from weft.proofs._laws.padding import _garbage_scratch, _garbage_tail
 from weft.proofs.checks.difference import assert_equal, visible
@@ -21,11 +22,10 @@ from weft.stages.decoder import decoder_stage
 from weft.stages.layout import split_layers
 from weft.stages.params import slice_params
 from weft.stages.random_weights import random_params
-from weft.state import State
 from weft.transforms.engine.steps.classes import model_ladder
 from weft.transforms.engine.steps.step import graph_step
 from weft.transforms.graphs.ladder import Limits
-from weft.trees import tree_map
+from weft.values.trees import tree_map
 
 LACKS = BACKENDS["flashinfer"].missing(torch.device("cuda"))
 NEEDS_FLASHINFER = pytest.mark.skipif(bool(LACKS), reason=f"FlashInfer needs {LACKS}")

@@ -19,8 +19,9 @@ from torch import Tensor
 
 import weft
 import weft.ops.products.linear
-from weft.batch import Batch
-from weft.descriptor import BatchDescriptor
+from weft.batches.batch import Batch
+from weft.batches.descriptor import BatchDescriptor
+from weft.batches.state import advance
 from weft.errors import CheckError
 from weft.extras import install_command
 from weft.proofs._strategies.caches import KEPT, Caching, caching, cachings
@@ -28,9 +29,8 @@ from weft.proofs.checks.check import check
 from weft.proofs.checks.equivalence import Counterexample
 from weft.proofs.checks.fresh import FreshProcesses
 from weft.proofs.strategies import Rows, pure_functions, scenarios, tensors
-from weft.state import advance
 from weft.transforms.pipelines.pipeline import compose
-from weft.trees import axes, descriptor_field, pytree
+from weft.values.trees import axes, descriptor_field, pytree
 
 ROWS = tensors(st.integers(1, 3), 2)
 BATCHES = ROWS.map(lambda x: Rows(BatchDescriptor(len(x), len(x)), x))

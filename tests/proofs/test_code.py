@@ -12,12 +12,12 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from weft.descriptor import BatchDescriptor
+from weft.batches.descriptor import BatchDescriptor
 from weft.effects import Recv
 from weft.proofs.checks.code import MOST_PRINTED, to_code
 from weft.proofs.checks.difference import find_difference
 from weft.proofs.strategies import Rows, batches, descriptors, limits, tensors
-from weft.schema import Schema, TensorSchema
+from weft.values.schema import Schema, TensorSchema
 
 Pair = namedtuple("Pair", "left right")  # the kind that people have
 DTYPES = [

@@ -14,7 +14,7 @@ from hypothesis.errors import NoSuchExample
 
 pytest.importorskip("z3")
 
-from weft.descriptor import BatchDescriptor
+from weft.batches.descriptor import BatchDescriptor
 from weft.proofs.evidence.solver import dispatch_proof
 from weft.proofs.evidence.solver.symbolic import Path, explore, prove, unknown
 from weft.proofs.strategies import descriptors, limits

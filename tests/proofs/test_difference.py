@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from weft.batch import Batch
+from weft.batches.batch import Batch
 from weft.proofs.checks.difference import Difference, LawViolation, assert_equal, find_difference
 from weft.proofs.checks.elements import Tolerance, ulps
 from weft.proofs.strategies import tensors

@@ -11,7 +11,7 @@ from hypothesis import assume, given, strategies as st
 from torch import Tensor
 
 import weft
-from weft.batch import Batch
+from weft.batches.batch import Batch
 from weft.errors import CheckError
 from weft.proofs.checks.equivalence import Counterexample, assert_equivalent
 from weft.proofs.checks.search import NOT_AGAIN

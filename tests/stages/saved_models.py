@@ -8,7 +8,7 @@ from theirs import CLASSES
 from weft.stages.config import ModelConfig
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.params import DecoderParams
-from weft.trees import leaves_with_names
+from weft.values.trees import leaves_with_names
 
 SMALL: dict[str, Any] = {
     "vocab_size": 48,

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.batch import Batch
-from weft.donation import clone
+from weft.batches.batch import Batch
 from weft.ops.constants import ASKED, constant
 from weft.stages import decoder
 from weft.stages.config import parse_config
@@ -21,7 +20,8 @@ from weft.torchapi.watching import OperatorWatch
 from weft.transforms.engine.setup import make_runner, make_state
 from weft.transforms.graphs.ladder import Limits
 from weft.transforms.graphs.lower import compile_ahead
-from weft.trees import tree_leaves
+from weft.values.donation import clone
+from weft.values.trees import tree_leaves
 
 _ASKED = """
 import json, sys
@@ -37,17 +37,17 @@ def on_the_cpu_too(name, kind, function=None, **more):
 
 library.impl = on_the_cpu_too
 import weft
-from weft.batch import Batch
+from weft.batches.batch import Batch
 from weft.ops import kernel_triton
 from weft.ops.constants import ASKED, constant
-from weft.sampling import SamplingParams
+from weft.batches.sampling import SamplingParams
 from weft.stages import layers
 from weft.stages.config import parse_config
 from weft.stages.random_weights import PRESETS, random_model
 from weft.transforms.engine.setup import make_runner, make_state
 from weft.transforms.graphs.ladder import Limits
 from weft.transforms.graphs.lower import _Zeros
-from weft.trees import tree_leaves
+from weft.values.trees import tree_leaves
 
 def ask(kernel, asked, grid, *args, **options):
     kernel._check_constants(args)

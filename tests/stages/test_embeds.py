@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from weft.batch import EMBEDDED, LAST_TOKEN, Batch
+from weft.batches.batch import EMBEDDED, LAST_TOKEN, Batch
+from weft.batches.state import State, advance
 from weft.errors import DescriptorError
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
@@ -15,7 +16,6 @@ from weft.stages.decoder import decoder_stage
 from weft.stages.layout import split_layers
 from weft.stages.model import Model
 from weft.stages.params import slice_params
-from weft.state import State, advance
 from weft.transforms.engine.setup import make_state
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.pipeline import compose, pipeline

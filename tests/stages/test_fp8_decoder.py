@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, library
 
-from weft.batch import Batch
+from weft.batches.batch import Batch
 from weft.errors import DescriptorError
 from weft.ops.attention.paged import paged_attention, paged_attention_quantized
 from weft.ops.products.fp8 import quantize

@@ -32,7 +32,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import weft
-from weft.batch import Batch
+from weft.batches.batch import Batch
+from weft.batches.state import Drafting
 from weft.errors import DerivativeError
 from weft.proofs._strategies.models import ARCHITECTURES, ROPES, moe_fields, window_fields
 from weft.stages.adapters.slots import stage_params
@@ -41,12 +42,11 @@ from weft.stages.drafters.drafting import model_drafter
 from weft.stages.layout import split_layers
 from weft.stages.model import Model
 from weft.stages.random_weights import PRESETS, random_adapter, random_params
-from weft.state import Drafting
 from weft.transforms.engine.generate import generate
 from weft.transforms.engine.setup import make_runner, make_state
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits
-from weft.trees import tree_leaves, tree_map
+from weft.values.trees import tree_leaves, tree_map
 
 # The tolerance for a leaf's greatest error, relative to its greatest element, in float32.
 TOLERANCE = 2e-5

@@ -8,19 +8,19 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import weft
-from weft.batch import LAST_TOKEN, Batch
-from weft.descriptor import BatchDescriptor
+from weft.batches.batch import LAST_TOKEN, Batch
+from weft.batches.descriptor import BatchDescriptor
+from weft.batches.outputs import Output
+from weft.batches.padding import pad, unpad
+from weft.batches.sampling import SamplingParams
+from weft.batches.state import advance
 from weft.ops.sampling.logits import pack_bits
 from weft.ops.sampling.sample import sample, token_logprobs
-from weft.outputs import Output
-from weft.padding import pad, unpad
 from weft.proofs import assert_equal
-from weft.sampling import SamplingParams
 from weft.stages import head as module
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.head import prompt_logprobs, ranks_of, top_logprobs
 from weft.stages.model import Model
-from weft.state import advance
 from weft.transforms.engine.setup import Runner, make_runner, make_state
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits

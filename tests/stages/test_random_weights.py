@@ -14,7 +14,7 @@ from weft.stages.layer_fields import layer_fields
 from weft.stages.layout import split_layers
 from weft.stages.params import slice_params
 from weft.stages.random_weights import PRESETS, random_model, random_params
-from weft.trees import tree_leaves
+from weft.values.trees import tree_leaves
 
 
 @st.composite

@@ -11,14 +11,15 @@ from configs import QWEN3, SMALL, parse
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, func
 
-from weft.batch import LAST_TOKEN, Batch
+from weft.batches.batch import LAST_TOKEN, Batch
+from weft.batches.outputs import Output
+from weft.batches.sampling import SamplingParams
+from weft.batches.state import Drafting, State, admit
 from weft.meshes.collectives import AllGather, AllToAll, Collective
 from weft.meshes.mesh import Mesh
 from weft.meshes.placements import PerRank, Replicate, Shard
 from weft.ops.sampling.logits import pack_bits, unpack_bits
 from weft.ops.sampling.sample import sample_rows
-from weft.outputs import Output
-from weft.sampling import SamplingParams
 from weft.settings import batch_invariant
 from weft.stages import head as module
 from weft.stages.custom.sown import sow
@@ -26,9 +27,8 @@ from weft.stages.decoder import decoder_stage
 from weft.stages.layout import empty_states, split_layers
 from weft.stages.random_weights import random_params
 from weft.stages.shares import AXIS, SharedRows, TensorRanks, share_config
-from weft.state import Drafting, State, admit
 from weft.transforms.shards.shard import Sharded, shard
-from weft.trees import tree_map
+from weft.values.trees import tree_map
 
 VOCAB = 37
 PROMPT = 3

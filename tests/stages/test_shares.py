@@ -23,7 +23,7 @@ from weft.stages.layout import split_layers
 from weft.stages.model import Model
 from weft.stages.random_weights import random_params
 from weft.stages.shares import cut_field, join_field, share_config, share_fields, share_rows
-from weft.trees import leaves_with_names
+from weft.values.trees import leaves_with_names
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 8}
 FORMAT = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}

@@ -13,7 +13,7 @@ from weft.stages.layout import layer_weights
 from weft.stages.random_weights import PRESETS, random_params
 from weft.transforms import make_runner
 from weft.transforms.graphs.ladder import Limits
-from weft.trees import tree_leaves
+from weft.values.trees import tree_leaves
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from weft.stages.params import DecoderParams, num_bytes, slice_params
 from weft.transforms.engine.setup import make_runner
 from weft.transforms.graphs.ladder import Limits
 from weft.transforms.pipelines.pipeline import compose
-from weft.trees import leaves_with_names, pytree, tree_leaves
+from weft.values.trees import leaves_with_names, pytree, tree_leaves
 
 PROMPT = "A list is"
 STEPS = 10

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.donation import clone
 from weft.errors import CaptureError
 from weft.proofs import assert_equal
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.graphs.graphify import graphify
-from weft.trees import pytree, static
+from weft.values.donation import clone
+from weft.values.trees import pytree, static
 
 LAW = "graphify changes nothing"
 X = torch.arange(4.0)

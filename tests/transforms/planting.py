@@ -8,9 +8,9 @@ import torch
 
 from weft.effects import Effect, Program, parse_effect
 from weft.errors import ProgramError
-from weft.schema import Schema, TensorSchema
 from weft.transforms.pipelines.checker import check
 from weft.transforms.pipelines.schedule import streaming
+from weft.values.schema import Schema, TensorSchema
 
 SCHEMA = Schema((TensorSchema("h", ("num_tokens", 4), torch.float32),))
 OTHER = Schema((TensorSchema("h", ("num_tokens", 8), torch.float32),))

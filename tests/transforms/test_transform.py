@@ -12,13 +12,13 @@ from torch import Tensor
 
 import weft
 from weft import compose, graphify, microbatch, pipeline, scan
-from weft.donation import clone
 from weft.errors import ProgramError
 from weft.proofs import assert_equal
 from weft.proofs.strategies import Function, pure_functions, stage_lists
 from weft.transforms import Threads, Transform, lift
 from weft.transforms.graphs.calls.borrowing import lends
 from weft.transforms.transform import Carried
+from weft.values.donation import clone
 
 LAW = "a transform of one's own is what one would write by hand"
 

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, NoReturn
 
 import attrs
 
+from weft.batches.sampling import CHECKS, SamplingParams
 from weft.errors import RequestError, WeftError
-from weft.sampling import CHECKS, SamplingParams
 from weft.transforms.cli.flags import SWITCH, Kind, value
 
 # The groups of options in the order of `--help`. Exactly one option of the group `model` must be

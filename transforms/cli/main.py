@@ -17,8 +17,8 @@ import attrs
 
 from weft import __version__
 from weft.arguments.checks import nearest
+from weft.batches.sampling import SamplingParams
 from weft.errors import CheckpointError, ConfigError, ConfigWarning, WeftError
-from weft.sampling import SamplingParams
 from weft.transforms.cli.fields import Options, flag_of, flagged
 from weft.transforms.cli.options import Bench, Demo, Doctor, Generate, Plan, Serve, Verify
 from weft.transforms.cli.printing import printable

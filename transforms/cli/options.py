@@ -9,7 +9,7 @@ from functools import partial
 
 import attrs
 
-from weft.sampling import SamplingParams
+from weft.batches.sampling import SamplingParams
 from weft.transforms.cli.fields import GROUPS, Options, option, sampling_option
 from weft.transforms.cli.flags import (
     ADAPTER,

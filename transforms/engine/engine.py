@@ -13,8 +13,8 @@ from torch import Tensor
 
 from weft.arguments.checks import names_arguments
 from weft.arguments.equivalents import ENGINE, for_add
+from weft.batches.sampling import SamplingParams
 from weft.errors import EngineError, WeftError
-from weft.sampling import SamplingParams
 from weft.stages.adapters.adapter import Adapter
 from weft.stages.custom.functions import capability_of
 from weft.stages.model import Model

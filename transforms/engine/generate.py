@@ -13,9 +13,9 @@ from tqdm.auto import tqdm
 
 from weft.arguments.checks import COUNT, Rule, check_values, is_number, names_arguments
 from weft.arguments.equivalents import for_generate
+from weft.batches.sampling import SamplingParams
 from weft.display.tables import bars_over_text, element, text, titled
 from weft.errors import WeftError
-from weft.sampling import SamplingParams
 from weft.stages.adapters.adapter import Adapter
 from weft.stages.custom.functions import default_page_size
 from weft.stages.model import Model

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from weft.arguments.checks import Rule, check_values, is_int, kind_of
-from weft.batch import Batch
+from weft.batches.batch import Batch
 from weft.errors import RequestError
 from weft.stages.adapters.adapter import Adapter
 from weft.stages.adapters.slots import stage_params

@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from weft.batches.state import State
 from weft.display.quantities import byte_size
 from weft.errors import RequestError
 from weft.stages.model import Model, cache_dtype, rank_config
-from weft.state import State
 from weft.transforms.engine.steps.executor import Executor, estimate_all
 from weft.transforms.pipelines.timing.hardware import MEMORY_SHARE
-from weft.trees import tree_leaves
+from weft.values.trees import tree_leaves
 
 # A KV cache that takes a smaller share of the free memory leaves room for any graphs, so these are
 # not estimated.

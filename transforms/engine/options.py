@@ -9,6 +9,7 @@ import torch
 
 from weft.arguments.checks import COUNT, COUNT_OR_NONE, Rule, check_values, is_int, names_arguments
 from weft.arguments.equivalents import LIMITS
+from weft.batches.state import Drafting, State
 from weft.ops.attention.backends import AttentionBackend
 from weft.stages.adapters.adapter import Adapter
 from weft.stages.config import ModelConfig
@@ -16,7 +17,6 @@ from weft.stages.custom.functions import OWN, caching_policy, check_page_size
 from weft.stages.drafters.drafting import Drafter, drafted, model_drafter, ngram_drafter
 from weft.stages.layout import StageLayout, is_whole
 from weft.stages.model import Model
-from weft.state import Drafting, State
 from weft.transforms.engine.memory import (
     check_room,
     empty_pages,

@@ -11,7 +11,7 @@ import attrs
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from weft.batch import LAST_TOKEN
+from weft.batches.batch import LAST_TOKEN
 from weft.errors import EngineError, ProgramError, RequestError, WeftError
 from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.detokenizing import special_ids

@@ -11,7 +11,7 @@ from collections.abc import Container, Iterable, Sequence
 
 import attrs
 
-from weft.batch import LAST_TOKEN
+from weft.batches.batch import LAST_TOKEN
 from weft.errors import RequestError
 from weft.transforms.engine.requests.host_state import (
     Budget,

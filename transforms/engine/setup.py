@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from weft.arguments.checks import Rule, check_values
-from weft.batch import Batch
-from weft.carried import Carried
+from weft.batches.batch import Batch
+from weft.batches.carried import Carried
+from weft.batches.outputs import IntermediateTensors, Output, PerToken
+from weft.batches.sampling import SamplingParams
+from weft.batches.state import State, admit, advance
 from weft.display.tables import Table
 from weft.errors import DescriptorError, ProgramError
-from weft.outputs import IntermediateTensors, Output, PerToken
-from weft.sampling import SamplingParams
-from weft.schema import Schema
 from weft.stages.adapters.adapter import Adapter
 from weft.stages.adapters.slots import stage_params
 from weft.stages.custom.functions import DecoderStage, caching_policy, default_page_size
@@ -23,7 +23,6 @@ from weft.stages.inputs import NO_DRAFTS
 from weft.stages.layout import StageLayout, empty_states, split_model
 from weft.stages.model import Model, cache_dtype, model_facts, rank_config
 from weft.stages.params import num_bytes
-from weft.state import State, admit, advance
 from weft.transforms.engine.memory import empty_pages
 from weft.transforms.engine.options import (
     RULES,
@@ -48,7 +47,8 @@ from weft.transforms.graphs.ladder import Limits
 from weft.transforms.pipelines.pipeline import compose, pipeline
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.local import Local
-from weft.trees import tree_map
+from weft.values.schema import Schema
+from weft.values.trees import tree_map
 
 _LENGTHS: Rule = (
     lambda length_list: (
@@ -386,8 +386,8 @@ def make_state(
         layouts: the stages' layers, as in `Runner.layouts`.
         lengths: the most tokens that each request will hold.
         sampling, prompts, mrope_position_deltas, extras, adapters: one per request, as
-            `weft.state.admit` takes them. The defaults are greedy sampling; empty prompts, so that
-            penalties count no prompt tokens; 0; the model's extras; and no adapters.
+            `weft.batches.state.admit` takes them. The defaults are greedy sampling; empty prompts,
+            so that penalties count no prompt tokens; 0; the model's extras; and no adapters.
 
     Raises:
         RequestError: lengths that are not a list of integers >= 1.

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import attrs
 
+from weft.batches.sampling import SamplingParams
 from weft.errors import RequestError
-from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.options import ResolvedLimits
 from weft.transforms.engine.requests.step_time import step_time

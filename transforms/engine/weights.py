@@ -21,7 +21,7 @@ from weft.stages.params import DecoderParams
 from weft.torchapi.private import changes_of
 from weft.transforms.engine.options import RULES, Speculation
 from weft.transforms.engine.split import Split
-from weft.trees import leaves_with_names, tree_leaves
+from weft.values.trees import leaves_with_names, tree_leaves
 
 _PARAMS: Rule = (
     lambda new_params: (

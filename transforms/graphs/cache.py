@@ -17,7 +17,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.descriptor import check_accepted, check_descriptor
+from weft.batches.descriptor import check_accepted, check_descriptor
 from weft.errors import CacheMissError, CaptureError, DescriptorError
 from weft.ops.transfers.collective import others_wait
 from weft.settings import config, count_capture, may_capture, may_replay
@@ -44,7 +44,7 @@ from weft.transforms.graphs.explain import (
 from weft.transforms.graphs.ladder import Ladder
 from weft.transforms.graphs.listing import writer_of
 from weft.transforms.graphs.options import Graphable
-from weft.trees import find_descriptors
+from weft.values.trees import find_descriptors
 
 _NO_LADDER = "no ladder, so each signature has its own graph"
 NO_REPLAY = "inside weft.no_capture(replay=False)"

@@ -11,10 +11,9 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from weft.containers import changed_container, containers_in
+from weft.batches.padding import inert, padded_shape
 from weft.errors import CaptureError, WeftError
 from weft.ops.constants import constant
-from weft.padding import inert, padded_shape
 from weft.torchapi.private import storage_id, switches_put_back, unowned, unseen
 from weft.torchapi.watching import OperatorWatch
 from weft.transforms.graphs.backends import Backend, Recording
@@ -32,7 +31,8 @@ from weft.transforms.graphs.calls.results import (
 from weft.transforms.graphs.one_at_a_time import ONE_AT_A_TIME
 from weft.transforms.graphs.options import Graphable
 from weft.transforms.graphs.outside import Outside, PythonState
-from weft.trees import (
+from weft.values.containers import changed_container, containers_in
+from weft.values.trees import (
     Axes,
     leaf_axes,
     leaves_with_names,

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 import attrs
 
 from weft.arguments.checks import is_int
-from weft.descriptor import Descriptor, arguments_of
+from weft.batches.descriptor import Descriptor, arguments_of
 from weft.display.plots import axes_for, legend, rows
 from weft.display.tables import COLOURS, Table, Tabled
 from weft.errors import DescriptorError
@@ -31,7 +31,7 @@ class Decision(Generic[D]):
         padding: (name, number) for each size that is padded, as in `(("num_tokens", 3),)`; empty if
             the class is the batch's own.
 
-    >>> from weft.descriptor import BatchDescriptor as B
+    >>> from weft.batches.descriptor import BatchDescriptor as B
     >>> print(dispatch(B(2, 2), [B(4, 4)]))  # doctest: +ELLIPSIS
     'ragged 2 tokens, 2 reqs' runs under 'ragged 4 tokens, 4 reqs', the least ...; padded by 2 tokens, 2 reqs
     """
@@ -61,7 +61,7 @@ def dispatch(descriptor: D, ladder: Ladder[D] | Sequence[D]) -> Decision[D]:
         DescriptorError: two classes cover each other and are not equal, so `covers` is not a
             partial order; or an argument is not a descriptor, or not a ladder.
 
-    >>> from weft.descriptor import BatchDescriptor as B
+    >>> from weft.batches.descriptor import BatchDescriptor as B
     >>> dispatch(B.uniform(3), [B.uniform(8), B.uniform(4), B.uniform(2)]).descriptor
     BatchDescriptor(num_tokens=4, num_reqs=4, query_len=1, num_active_loras=0)
     """
@@ -129,7 +129,7 @@ def excess(larger: Any, smaller: Any) -> dict[str, int]:
     open (None) is not padded. A class with other sizes defines a method `excess(self, smaller)`
     that returns such a dict: `{"pixels": ...}` for an image's resolution.
 
-    >>> from weft.descriptor import BatchDescriptor as B
+    >>> from weft.batches.descriptor import BatchDescriptor as B
     >>> excess(B(8, 4), B.uniform(3))
     {'num_tokens': 5, 'num_reqs': 1, 'query_len': 0, 'num_active_loras': 0}
     """
@@ -272,7 +272,7 @@ def dispatch_table(
         descriptors: classes of batches, in the order of the rows.
         mode: the mode of a ladder made from limits; not used with a ladder.
 
-    >>> from weft.descriptor import BatchDescriptor as B
+    >>> from weft.batches.descriptor import BatchDescriptor as B
     >>> dispatch_table([B.uniform(4), B.uniform(2)], [B.uniform(2), B.uniform(3), B(3, 3)])
     batch                    mode  class               padding         reason
     uniform x1, 2 reqs       full  uniform x1, 2 reqs                  exactly

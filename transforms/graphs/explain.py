@@ -19,7 +19,7 @@ from weft.settings import config
 from weft.transforms.graphs.backends.host_reads import user_line
 from weft.transforms.graphs.calls.key import Key, LeafKey
 from weft.transforms.graphs.dispatch import Decision
-from weft.trees import TreeSpec, node_fields
+from weft.values.trees import TreeSpec, node_fields
 
 _LOG = logging.getLogger("weft")
 
@@ -423,7 +423,7 @@ def _values_read_by(fn: Any) -> Iterator[tuple[str, Any]]:
 def structure_text(structure: TreeSpec) -> str:
     """A structure as Python code, with `*` for each leaf.
 
-    >>> from weft.trees import tree_structure
+    >>> from weft.values.trees import tree_structure
     >>> structure_text(tree_structure({"a": [1, 2], "b": (3,)}))
     "{'a': [*, *], 'b': (*,)}"
     """
@@ -460,7 +460,7 @@ def structure_differences(new: TreeSpec, old: TreeSpec) -> Iterator[tuple[str, s
     """The differences between two structures: for each, the path and the text of both structures
     there.
 
-    >>> from weft.trees import tree_structure
+    >>> from weft.values.trees import tree_structure
     >>> [*structure_differences(tree_structure({"a": [1, 2]}), tree_structure({"a": 3}))]
     [("['a']", '[*, *]', '*')]
     """

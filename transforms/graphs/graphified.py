@@ -13,7 +13,6 @@ import attrs
 import torch
 from tqdm.auto import tqdm
 
-from weft.donation import donate
 from weft.errors import CaptureError
 from weft.ops.transfers.collective import current_place
 from weft.settings import is_batch_invariant, may_replay
@@ -62,7 +61,8 @@ from weft.transforms.graphs.memory import (
     estimate,
 )
 from weft.transforms.graphs.options import Graphable
-from weft.trees import tree_leaves
+from weft.values.donation import donate
+from weft.values.trees import tree_leaves
 
 P = ParamSpec("P")
 R = TypeVar("R")

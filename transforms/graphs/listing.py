@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from weft.torchapi.watching import OperatorWatch
 from weft.transforms.graphs.capture import Prepared
-from weft.trees import tree_leaves, tree_map
+from weft.values.trees import tree_leaves, tree_map
 
 
 @attrs.frozen

@@ -30,7 +30,7 @@ from weft.transforms.graphs.listing import Listing, Writer, writer_of
 from weft.transforms.graphs.memory import MemoryAnalysis, analysis_of
 from weft.transforms.graphs.one_at_a_time import ONE_AT_A_TIME
 from weft.transforms.graphs.options import Graphable
-from weft.trees import TreeSpec, leaves_with_names, tree_structure, tree_unflatten
+from weft.values.trees import TreeSpec, leaves_with_names, tree_structure, tree_unflatten
 
 P = ParamSpec("P")
 R = TypeVar("R")

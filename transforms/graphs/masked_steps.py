@@ -19,7 +19,7 @@ from weft.torchapi.private import (
     is_differentiated,
     is_differentiated_by_row,
 )
-from weft.trees import tree_map
+from weft.values.trees import tree_map
 
 
 class _OfOtherRows(torch.autograd.Function):

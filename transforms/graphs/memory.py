@@ -9,10 +9,10 @@ from typing import Any
 import attrs
 from torch import Tensor
 
+from weft.batches.padding import padded_shape
 from weft.display.durations import duration
 from weft.display.plots import GREY, new_axes, rows
 from weft.display.tables import COLOURS, Table, Tabled
-from weft.padding import padded_shape
 from weft.torchapi.private import storage_id
 from weft.transforms.graphs.backends import Backend
 from weft.transforms.graphs.calls.buffers import PADDING_SOURCE_BYTES, is_dense
@@ -21,7 +21,7 @@ from weft.transforms.graphs.calls.key import CacheInfo, Key, LeafKey
 from weft.transforms.graphs.capture import Graph, capture
 from weft.transforms.graphs.dispatch import Decision
 from weft.transforms.graphs.options import Graphable
-from weft.trees import leaf_axes
+from weft.values.trees import leaf_axes
 
 # The number of classes of each mode that an estimate captures.
 # Each sample costs a capture, and the memory of a class is nearly linear in its size.

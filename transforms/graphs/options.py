@@ -9,13 +9,13 @@ import attrs
 from torch import Tensor, nn
 
 from weft.arguments.checks import is_int
-from weft.descriptor import Descriptor
-from weft.donation import donated_argnames, donates
+from weft.batches.descriptor import Descriptor
 from weft.errors import CaptureError
 from weft.torchapi.private import is_compiled, operator_name
 from weft.transforms.graphs.backends import NAMES, no_backend
 from weft.transforms.graphs.calls.call import Roles
 from weft.transforms.graphs.ladder import Ladder, as_ladder
+from weft.values.donation import donated_argnames, donates
 
 Names = str | Iterable[str]
 

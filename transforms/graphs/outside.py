@@ -39,9 +39,16 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import CaptureError
-from weft.objects import Change, Snapshot, attributes, is_plain_object, is_refillable, members
 from weft.torchapi.private import GLOBAL_HOOKS, MODULE_HOOKS, innermost_storage_id, storage_id
-from weft.value_keys import value_key
+from weft.values.keys import value_key
+from weft.values.objects import (
+    Change,
+    Snapshot,
+    attributes,
+    is_plain_object,
+    is_refillable,
+    members,
+)
 
 # Packages whose functions are not searched for the names that they read.
 # Their globals are thousands of names that users do not rebind.

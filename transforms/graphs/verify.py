@@ -9,9 +9,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.donation import clone
+from weft.batches.padding import pad, unpad
 from weft.errors import CaptureError, VerificationError
-from weft.padding import pad, unpad
 from weft.settings import may_replay
 from weft.torchapi.private import uncompiled
 from weft.torchapi.watching import OperatorWatch
@@ -21,8 +20,9 @@ from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.graphs.listing import Line, Listing, Writer
 from weft.transforms.graphs.lower import lower
 from weft.transforms.graphs.options import Graphable
-from weft.trees import find_descriptors, leaves_with_names, tree_leaves
-from weft.value_keys import value_key
+from weft.values.donation import clone
+from weft.values.keys import value_key
+from weft.values.trees import find_descriptors, leaves_with_names, tree_leaves
 
 P = ParamSpec("P")
 R = TypeVar("R")

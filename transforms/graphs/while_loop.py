@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from weft.arguments.checks import COUNT, Rule, check_values, is_int, kind_of, names_arguments
-from weft.donation import donated_argnames, refuse_donated
 from weft.errors import CaptureError, ProgramError
 from weft.torchapi.faking import reads_values
 from weft.torchapi.private import (
@@ -22,7 +21,9 @@ from weft.transforms.graphs.backends.loops import Looper, current_looper
 from weft.transforms.graphs.backends.writes import watching_writes
 from weft.transforms.graphs.calls.aliasing import overlap, overlaps_itself
 from weft.transforms.graphs.masked_steps import DerivativesWhere, safe_next, safe_start
-from weft.trees import (
+from weft.values.donation import donated_argnames, refuse_donated
+from weft.values.keys import value_key
+from weft.values.trees import (
     TreeSpec,
     leaves_with_names,
     tree_flatten,
@@ -30,7 +31,6 @@ from weft.trees import (
     tree_map,
     tree_unflatten,
 )
-from weft.value_keys import value_key
 
 T = TypeVar("T")
 

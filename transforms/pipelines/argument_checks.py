@@ -4,15 +4,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from weft.arguments.checks import COUNT, Rule, check_values, kind_of, other_signature
-from weft.donation import refuse_donated_in
 from weft.effects import Program
 from weft.errors import ProgramError
 from weft.meshes.mesh import Mesh
-from weft.schema import Schema
 from weft.torchapi.private import in_functorch_transform
 from weft.transforms.graphs.calls.borrowing import lends
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.local import Local
+from weft.values.donation import refuse_donated_in
+from weft.values.schema import Schema
 
 # A mistake in two texts: the thing that was seen, and the code to write instead.
 Mistake = tuple[str, str]

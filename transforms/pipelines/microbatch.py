@@ -5,15 +5,15 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 from weft.arguments.checks import names_arguments
-from weft.batch import Batch
-from weft.containers import opened
-from weft.donation import clone, declare_donated, donated_argnames, refuse_donated_in
-from weft.schema import Schema
+from weft.batches.batch import Batch
 from weft.transforms.graphs.calls.borrowing import declare_lending, lends
 from weft.transforms.pipelines.argument_checks import check_step
 from weft.transforms.pipelines.parts import join, split
 from weft.transforms.pipelines.worker import check_pair
-from weft.trees import find_descriptors, tree_map
+from weft.values.containers import opened
+from weft.values.donation import clone, declare_donated, donated_argnames, refuse_donated_in
+from weft.values.schema import Schema
+from weft.values.trees import find_descriptors, tree_map
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -10,11 +10,8 @@ import torch
 from torch import Tensor
 
 from weft.arguments.checks import COUNT, is_int, kind_of
-from weft.containers import map_tensors, opened
-from weft.descriptor import arguments_of
-from weft.donation import refuse_donated_in
-from weft.errors import DescriptorError, WeftError
-from weft.splitting import (
+from weft.batches.descriptor import arguments_of
+from weft.batches.splitting import (
     axis_sizes,
     cut_sized,
     find_bounds,
@@ -23,8 +20,11 @@ from weft.splitting import (
     resized,
     sized_tensors,
 )
+from weft.errors import DescriptorError, WeftError
 from weft.transforms.pipelines.argument_checks import Mistake
-from weft.trees import (
+from weft.values.containers import map_tensors, opened
+from weft.values.donation import refuse_donated_in
+from weft.values.trees import (
     Axes,
     find_descriptors,
     leaf_axes,
@@ -79,7 +79,7 @@ def split(batch: Any, parts: int) -> tuple[Any, ...]:
             instead (`pipeline(map(graphify, stages))`).
         DonatedError: a tensor was donated before.
 
-    >>> from weft.batch import Batch
+    >>> from weft.batches.batch import Batch
     >>> [str(b.descriptor) for b in split(Batch.decode([5, 6, 7]), 2)]
     ['uniform x1, 1 reqs', 'uniform x1, 2 reqs']
     >>> split({"x": torch.arange(3), "name": "a"}, 2)

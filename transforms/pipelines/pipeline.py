@@ -15,17 +15,15 @@ from typing import Any
 from torch import Tensor
 
 from weft.arguments.checks import check_values, kind_of, names_arguments
-from weft.batch import Batch
+from weft.batches.batch import Batch
+from weft.batches.descriptor import check_accepted, declare_check
 from weft.bounded import BoundedDict
-from weft.descriptor import check_accepted, declare_check
 from weft.display.tables import text, titled
-from weft.donation import clone, declare_donated, donated_argnames
 from weft.effects import Program, listing, programs_html
 from weft.errors import MeshError, ProgramError
 from weft.meshes.mesh import Mesh
 from weft.meshes.replicas import differing, ranks_in_words
 from weft.ops.transfers.collective import Place, placed
-from weft.schema import Schema
 from weft.torchapi.private import in_dispatch_mode, uncompiled
 from weft.transforms.graphs.calls.borrowing import declare_lending, lends, owns_results
 from weft.transforms.pipelines.argument_checks import (
@@ -63,7 +61,9 @@ from weft.transforms.pipelines.worker import (
     put_batches,
     states_of,
 )
-from weft.trees import leaves_with_names
+from weft.values.donation import clone, declare_donated, donated_argnames
+from weft.values.schema import Schema
+from weft.values.trees import leaves_with_names
 
 Stage = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 Advance = Callable[[Any, Any, Any], Any]

@@ -12,9 +12,9 @@ import attrs
 from weft.arguments.checks import kind_of
 from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send
 from weft.errors import ProgramError
-from weft.schema import Schema
 from weft.transforms.pipelines.argument_checks import Mistake, check_count, refuse
 from weft.transforms.pipelines.checker import count_stages
+from weft.values.schema import Schema
 
 
 @attrs.frozen

@@ -7,7 +7,6 @@ import attrs
 
 from weft.arguments.checks import kind_of
 from weft.bounded import BoundedDict
-from weft.donation import refuse_donated_in
 from weft.errors import ProgramError
 from weft.transforms.pipelines.argument_checks import refuse
 from weft.transforms.pipelines.checker import CheckedPrograms
@@ -16,6 +15,7 @@ from weft.transforms.pipelines.schedule import Job, mistake_in_jobs
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.watching.failures import described
 from weft.transforms.pipelines.worker import Worker, put_batches, states_of
+from weft.values.donation import refuse_donated_in
 
 # For each rank, the effects `start:stop` that a run performs.
 Spans = tuple[tuple[int, int], ...]

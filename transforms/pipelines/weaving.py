@@ -12,9 +12,9 @@ import attrs
 
 from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send
 from weft.errors import ProgramError
-from weft.schema import Schema
 from weft.transforms.pipelines.argument_checks import check_count
 from weft.transforms.pipelines.schedule import Job
+from weft.values.schema import Schema
 
 # `(num_stages, jobs, *, schema, advances, buffers) -> programs`, with the arguments of
 # `make_programs`.

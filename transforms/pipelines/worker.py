@@ -9,17 +9,17 @@ import attrs
 from torch import Tensor
 
 from weft.arguments.checks import kind_of
-from weft.donation import clone
 from weft.effects import Broadcast, Effect, Fence, Recv, Run, Send
 from weft.errors import ProgramError
 from weft.meshes.collectives import AllGather, AllReduce, AllToAll, PPermute, ReduceScatter
 from weft.meshes.mesh import Mesh
 from weft.ops.transfers.collective import Place, placed
-from weft.schema import Schema
 from weft.torchapi.private import storage_id
 from weft.torchapi.ranges import profile_range
 from weft.transforms.pipelines.timing.timeline import measuring
-from weft.trees import tree_leaves, tree_map
+from weft.values.donation import clone
+from weft.values.schema import Schema
+from weft.values.trees import tree_leaves, tree_map
 
 
 class Link(Protocol):

@@ -9,8 +9,8 @@ from typing import Any
 import attrs
 import torch
 
+from weft.batches.sampling import SamplingParams
 from weft.errors import RequestError
-from weft.sampling import SamplingParams
 from weft.stages.custom.functions import StageFunctions
 from weft.transforms.engine.engine import Engine, is_under_way
 from weft.transforms.engine.requests.masks import Mask

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from weft.batches.sampling import SamplingParams
 from weft.errors import RequestError
-from weft.sampling import SamplingParams
 
 # Fields of OpenAI's API that do not affect the completion; they are accepted and dropped.
 _UNUSED = (

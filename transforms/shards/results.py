@@ -14,7 +14,7 @@ from weft.meshes.mesh import Mesh
 from weft.meshes.placements import Layout, PerRank, Replicate, Shard, everywhere, on_axes
 from weft.meshes.replicas import replicas
 from weft.transforms.shards.tracing import Trace
-from weft.trees import leaves_with_names, tree_flatten, tree_unflatten
+from weft.values.trees import leaves_with_names, tree_flatten, tree_unflatten
 
 
 @attrs.frozen(eq=False)

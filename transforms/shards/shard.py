@@ -13,7 +13,6 @@ from torch import Tensor
 
 from weft.arguments.checks import kind_of, names_arguments
 from weft.bounded import BoundedDict
-from weft.donation import refuse_donated, refuse_donated_in
 from weft.effects import Program
 from weft.errors import MeshError
 from weft.meshes.distribute import match_placements
@@ -52,7 +51,9 @@ from weft.transforms.shards.results import PlacedResult, place_results, refuse_u
 from weft.transforms.shards.surroundings import ClosedOver, wrapped_tensors
 from weft.transforms.shards.tracing import Trace, has_strides, refuse_layout, trace
 from weft.transforms.shards.value_numbers import result_numbers
-from weft.trees import (
+from weft.values.donation import refuse_donated, refuse_donated_in
+from weft.values.keys import value_key
+from weft.values.trees import (
     TreeSpec,
     leaves_with_names,
     tree_flatten,
@@ -60,7 +61,6 @@ from weft.trees import (
     tree_map,
     tree_unflatten,
 )
-from weft.value_keys import value_key
 
 # The most traces that are cached: calls with ever new signatures must not fill the memory.
 _MAX_TRACES = 1024

@@ -10,9 +10,9 @@ import attrs
 from torch import Tensor
 from torch.nn import Buffer, Parameter
 
-from weft.objects import Change, Snapshot
 from weft.torchapi.private import is_functorch_wrapped_tensor
 from weft.transforms.graphs.outside import Outside
+from weft.values.objects import Change, Snapshot
 
 _PLAIN = (Tensor, Parameter, Buffer)
 # The most objects that are searched for a tensor.

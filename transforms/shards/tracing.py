@@ -47,7 +47,7 @@ from weft.torchapi.private import (
 )
 from weft.transforms.graphs.backends.loops import looping
 from weft.transforms.graphs.calls.key import check_tensors
-from weft.trees import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from weft.values.trees import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 
 @attrs.frozen(eq=False)

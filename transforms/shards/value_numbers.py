@@ -28,7 +28,7 @@ from weft.torchapi.private import is_fake, without_modes
 from weft.transforms.pipelines.machine import Step
 from weft.transforms.shards.local import take_turns
 from weft.transforms.shards.tracing import Trace, storage_of, written_by
-from weft.value_keys import value_key
+from weft.values.keys import value_key
 
 # The most elements of a constant that is compared by its values.
 _MOST_ELEMENTS = 1024

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.arguments.checks import Rule, check_values, other_signature
-from weft.descriptor import CAPABILITIES
+from weft.batches.descriptor import CAPABILITIES
 from weft.display.quantities import counted
 from weft.errors import DeviceError, ProgramError
 from weft.ops.attention import flashinfer
@@ -19,7 +19,7 @@ from weft.ops.attention.functional import attend
 from weft.ops.attention.paged import paged_attention
 from weft.ops.register import FLOATS, operator
 from weft.torchapi.private import counted_changes, storage_id
-from weft.trees import OF_THIS_PROCESS
+from weft.values.trees import OF_THIS_PROCESS
 
 
 def _are(kind: Any) -> Callable[[Any], bool]:

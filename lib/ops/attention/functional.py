@@ -7,7 +7,7 @@ also be captured in a graph and mapped by `vmap`.
 import torch
 from torch import Tensor
 
-from weft.batch import find_owners
+from weft.batches.batch import find_owners
 from weft.errors import DerivativeError
 from weft.ops.products.fp8 import as_kept
 from weft.ops.products.parts import widened

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.ops.register import operator
-from weft.trees import pytree
+from weft.values.trees import pytree
 
 # The columns that share a scale; in weights, also the rows.
 BLOCK = 128

@@ -24,11 +24,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.batches.sampling_rows import SamplingTable
 from weft.ops.kernel_triton import begin, early, kernel
 from weft.ops.sampling import logits as names
 from weft.ops.sampling.sample_triton import ADJUSTED, FILTERED, Processed, draw, inverse
 from weft.ops.tiles.tile import cdiv, power_of_two
-from weft.sampling_table import SamplingTable
 
 _COLUMNS = 2048
 # The bits of infinity. Distances are not negative, so their bits, as integers, have the same order.

@@ -10,12 +10,12 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.batch import EMBEDDED
+from weft.batches.batch import EMBEDDED
+from weft.batches.sampling import SamplingParams
 from weft.proofs._laws.engine.completions import check_nothing_is_left, run
 from weft.proofs._strategies.engine.engines import Call, adapters_of
 from weft.proofs._strategies.engine.invariant import MAX_LEN, InvariantLoad, invariant_model
 from weft.proofs.checks.difference import LawViolation
-from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.engine import Engine
@@ -24,7 +24,7 @@ from weft.transforms.engine.requests.host_state import sample_seeds
 from weft.transforms.engine.requests.prompts import EmbedsPrompt, ids_of
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.threads import Threads
-from weft.trees import tree_map
+from weft.values.trees import tree_map
 
 _LAW = "L20 same bits"
 _FIELDS = (

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 import attrs
 from torch import Tensor
 
+from weft.batches.sampling import SamplingParams
 from weft.proofs._strategies.engine.engines import Half, Load, small_adapters, small_model
 from weft.proofs.checks.difference import LawViolation
 from weft.proofs.serving import check_ends
-from weft.sampling import SamplingParams
 from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.engine import Engine, is_under_way, num_unfinished
 from weft.transforms.engine.options import EngineLimits

@@ -11,13 +11,13 @@ from typing import Any
 import attrs
 import torch
 
+from weft.batches.sampling import SamplingParams
 from weft.errors import RequestError, WeftError
 from weft.proofs._laws.engine.completions import alone, check_nothing_is_left
 from weft.proofs._strategies.engine.engines import VOCABULARY
 from weft.proofs._strategies.engine.odd import MUTE, OddCall, OddLoad, OddMask
 from weft.proofs.checks.difference import LawViolation
 from weft.proofs.serving import check_ends
-from weft.sampling import SamplingParams
 from weft.transforms.engine.engine import Engine, is_under_way, num_unfinished
 from weft.transforms.engine.outputs import RequestOutput
 

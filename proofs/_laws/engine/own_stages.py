@@ -17,7 +17,7 @@ from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits
 from weft.transforms.engine.requests.host_state import sample_seeds
-from weft.trees import tree_map
+from weft.values.trees import tree_map
 
 _LAW = "L21 own stages serve as alone"
 

@@ -8,14 +8,14 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.descriptor import BatchDescriptor
+from weft.batches.descriptor import BatchDescriptor
+from weft.batches.outputs import Output
+from weft.batches.sampling_rows import SamplingTable, write_rows
+from weft.batches.state import advance
 from weft.ops.sampling.sample import sample_rows
-from weft.outputs import Output
 from weft.proofs._laws.compare import whole
 from weft.proofs._strategies.models import Move, Scenario
 from weft.proofs.checks.difference import LawViolation, assert_equal, visible
-from weft.sampling_table import SamplingTable, write_rows
-from weft.state import advance
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.pipeline import pipeline
 

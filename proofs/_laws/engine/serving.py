@@ -7,12 +7,12 @@ from itertools import zip_longest
 import attrs
 import torch
 
-from weft.batch import LAST_TOKEN, Batch
+from weft.batches.batch import LAST_TOKEN, Batch
+from weft.batches.state import State, admit, advance
 from weft.proofs._strategies.engine.traces import Trace
 from weft.proofs.checks.difference import LawViolation, assert_equal
 from weft.proofs.serving import Window, serve
 from weft.stages.layout import empty_states
-from weft.state import State, admit, advance
 from weft.transforms.engine.requests.host_state import Request
 from weft.transforms.engine.requests.prompts import PromptContent
 from weft.transforms.engine.steps.executor import PipelineExecutor
@@ -22,7 +22,7 @@ from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits, lora_rungs, make_ladder
 from weft.transforms.pipelines.pipeline import Pipelined, compose, pipeline
 from weft.transforms.pipelines.transports import Transport
-from weft.trees import leaves_with_names
+from weft.values.trees import leaves_with_names
 
 # The fields of the state in which every stage keeps its copy of the requests' data.
 TABLES = (

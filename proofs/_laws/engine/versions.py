@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 import attrs
 import torch
 
-from weft.donation import clone
 from weft.proofs._laws.engine.completions import alone, check_nothing_is_left, run
 from weft.proofs._strategies.engine.engines import Call, Load, adapters_of, small_model
 from weft.proofs.checks.difference import LawViolation
@@ -14,7 +13,8 @@ from weft.stages.adapters.adapter import Adapter
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.requests.host_state import sample_seeds
-from weft.trees import tree_leaves
+from weft.values.donation import clone
+from weft.values.trees import tree_leaves
 
 # The ways to change an engine's parameters.
 HOW = ("update", "in place", "in place, not announced")

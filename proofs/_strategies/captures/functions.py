@@ -8,9 +8,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft.descriptor import BatchDescriptor
-from weft.donation import clone, donates
-from weft.trees import axes, descriptor_field, pytree
+from weft.batches.descriptor import BatchDescriptor
+from weft.values.donation import clone, donates
+from weft.values.trees import axes, descriptor_field, pytree
 
 
 @pytree

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, library
 from torch.nn import functional
 
-from weft.trees import tree_map
+from weft.values.trees import tree_map
 
 Function = Callable[[Tensor], Tensor]
 """A function from a tensor [rows, 2] to a tensor of the same shape and dtype."""

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, func
 from torch.utils.checkpoint import checkpoint
 
-from weft.donation import clone
 from weft.meshes.mesh import Mesh
 from weft.meshes.placements import Replicate, Shard
 from weft.ops.transfers.collective import (
@@ -33,6 +32,7 @@ from weft.transforms.pipelines.pipeline import compose, pipeline
 from weft.transforms.pipelines.transports.threads import Threads
 from weft.transforms.shards.shard import shard
 from weft.transforms.transform import Transform, lift
+from weft.values.donation import clone
 
 Wrap = Callable[[Function], Function]
 

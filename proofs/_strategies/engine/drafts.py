@@ -12,7 +12,7 @@ from weft.stages.layout import split_layers
 from weft.stages.model import Model
 from weft.stages.random_weights import random_params
 from weft.transforms.engine.options import Speculation
-from weft.trees import tree_map
+from weft.values.trees import tree_map
 
 MODELS = ("itself", "another")
 

@@ -10,10 +10,10 @@ import attrs
 import torch
 from hypothesis import strategies as st
 
+from weft.batches.sampling import SamplingParams
 from weft.ops.sampling.logits import pack_bits
 from weft.proofs._strategies.engine.drafts import Drafts, lookups, models
 from weft.proofs._strategies.sampling import sampling_params
-from weft.sampling import SamplingParams
 from weft.stages.adapters.adapter import Adapter
 from weft.stages.config import ModelConfig, parse_config
 from weft.stages.layout import split_layers

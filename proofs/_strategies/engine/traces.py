@@ -8,6 +8,7 @@ import attrs
 import torch
 from hypothesis import strategies as st
 
+from weft.batches.state import State
 from weft.proofs._strategies.engine.adapters import NUM_ADAPTERS, hold_adapters, slots
 from weft.proofs._strategies.engine.drafts import Drafts
 from weft.proofs._strategies.engine.embeds import images, with_mrope
@@ -19,7 +20,6 @@ from weft.stages.decoder import decoder_stage
 from weft.stages.layout import StageLayout, empty_states, split_layers
 from weft.stages.params import slice_params
 from weft.stages.random_weights import random_params
-from weft.state import State
 from weft.transforms.engine.options import (
     Speculation,
     query_lens,
@@ -30,7 +30,7 @@ from weft.transforms.engine.options import (
 from weft.transforms.engine.requests.host_state import Budget, Request
 from weft.transforms.engine.requests.prompts import EmbedsPrompt, ids_of, read_content
 from weft.transforms.engine.requests.step_time import StepTime
-from weft.trees import tree_map
+from weft.values.trees import tree_map
 
 # The standard deviation of the weights, large enough that differences show.
 _STD = 0.3

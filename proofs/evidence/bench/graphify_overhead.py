@@ -37,11 +37,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.descriptor import BatchDescriptor
+from weft.batches.descriptor import BatchDescriptor
 from weft.proofs.evidence.environment import environment
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.graphs.graphify import graphify
-from weft.trees import axes, descriptor_field, pytree
+from weft.values.trees import axes, descriptor_field, pytree
 
 Step = Callable[..., tuple[Tensor, ...]]
 

@@ -21,16 +21,16 @@ from typing import Any
 
 import torch
 
-from weft.donation import declare_donated
-from weft.outputs import IntermediateTensors, Output
+from weft.batches.outputs import IntermediateTensors, Output
+from weft.batches.sampling import SamplingParams
 from weft.proofs.evidence.environment import environment
-from weft.sampling import SamplingParams
 from weft.transforms.cli.bench import start_engine
 from weft.transforms.cli.options import Bench
 from weft.transforms.cli.ranks import Here, in_ranks
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.steps.executor import PipelineExecutor, StepExecutor
 from weft.transforms.engine.steps.step import with_edits
+from weft.values.donation import declare_donated
 
 _SPLITS = "1x1", "1x2", "2x1", "4x1"
 _STEPS = 60

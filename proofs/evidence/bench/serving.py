@@ -27,8 +27,8 @@ from typing import Any
 import attrs
 import torch
 
+from weft.batches.sampling import SamplingParams
 from weft.proofs.evidence.environment import environment
-from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.stages.random_weights import PRESETS
 from weft.transforms.cli.bench import start_engine, workload_of

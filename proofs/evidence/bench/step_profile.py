@@ -23,8 +23,8 @@ from typing import Any
 import attrs
 import torch
 
+from weft.batches.sampling import SamplingParams
 from weft.proofs.evidence.environment import environment
-from weft.sampling import SamplingParams
 from weft.stages.random_weights import PRESETS
 from weft.transforms.cli.options import Bench
 from weft.transforms.cli.ranks import Here, open_model

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from weft.objects import Snapshot
 from weft.proofs.evidence.mutants.mutant import Mutant, replace
 from weft.proofs.evidence.runs.suite import find
 from weft.stages.custom.module import _ObjectTensor
@@ -27,6 +26,7 @@ from weft.transforms.graphs.capture import capture
 from weft.transforms.graphs.outside import Outside, _Names
 from weft.transforms.pipelines.microbatch import microbatch
 from weft.transforms.pipelines.pipeline import pipeline
+from weft.values.objects import Snapshot
 
 Plant = Callable[[], AbstractContextManager[Any]]
 _HAZARDS, _PROGRAMS = find("L24", "hazards"), find("L24", "programs")

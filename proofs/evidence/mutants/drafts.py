@@ -7,19 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.batch import Batch, continues
+from weft.batches.batch import Batch, continues
+from weft.batches.outputs import Output
+from weft.batches.sampling_rows import SamplingTable
+from weft.batches.state import State, _advance_verified
 from weft.ops.sampling.sample import sample_rows
-from weft.outputs import Output
 from weft.proofs.evidence.mutants.mutant import Mutant, replace
 from weft.proofs.evidence.runs.suite import find
-from weft.sampling_table import SamplingTable
 from weft.stages.head import count_right
-from weft.state import State, _advance_verified
 from weft.transforms.engine.requests.host_state import HostState, RequestState
 from weft.transforms.engine.scheduler import _pages_needed
 
 _HEAD = "weft.stages.head"
-_STATE = "weft.state"
+_STATE = "weft.batches.state"
 _DRAFTING = "weft.stages.drafters.drafting"
 _SCHEDULER = "weft.transforms.engine.scheduler"
 _REQUESTS = "weft.transforms.engine.requests.host_state"

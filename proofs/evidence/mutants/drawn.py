@@ -4,12 +4,12 @@ notices each.
     python -m weft.proofs.evidence.mutants.drawn --seed 20261129 --files 20 --count 300 --out
     build/nightly
 
-It draws core files of `lib`, `stages` and `transforms` that a test file mirrors (`lib/trees.py`,
-`tests/lib/test_trees.py`), and changes in them. For each change it runs, in a copy of the
-repository, the tests that reach the changed statement: those of the mirror, and then those of the
-test files that import the module, quick ones first, as far as a budget allows. It names the changes
-that all of them survive: each is equivalent to the original, or shows a test that is missing. A
-mutant that runs longer than its limit counts as killed.
+It draws core files of `lib`, `stages` and `transforms` that a test file mirrors
+(`lib/values/trees.py`, `tests/lib/values/test_trees.py`), and changes in them. For each change it
+runs, in a copy of the repository, the tests that reach the changed statement: those of the mirror,
+and then those of the test files that import the module, quick ones first, as far as a budget
+allows. It names the changes that all of them survive: each is equivalent to the original, or shows
+a test that is missing. A mutant that runs longer than its limit counts as killed.
 
 With `--out`, a second run of the same seed goes on where the first one stopped. `judging.py` says
 how tests are run.

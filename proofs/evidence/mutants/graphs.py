@@ -10,7 +10,7 @@ from unittest import mock
 import attrs
 from torch import Tensor
 
-from weft.padding import inert, pad, padded_shape
+from weft.batches.padding import inert, pad, padded_shape
 from weft.proofs.evidence.mutants.mutant import Mutant, replace
 from weft.proofs.evidence.runs.suite import find
 from weft.transforms.graphs.backends.tape import Operation, TapeBackend, TapeRecording
@@ -22,7 +22,7 @@ from weft.transforms.graphs.calls.fast_path import FastPath
 from weft.transforms.graphs.calls.key import LeafKey, leaf_key
 from weft.transforms.graphs.calls.results import Handover, Outputs, hand_over
 from weft.transforms.graphs.capture import Graph, SavedTensors
-from weft.trees import find_descriptors, tree_flatten, tree_unflatten
+from weft.values.trees import find_descriptors, tree_flatten, tree_unflatten
 
 _CACHE = "weft.transforms.graphs.cache"
 _MEMORY = "weft.transforms.graphs.memory"
@@ -35,7 +35,7 @@ _RESULTS = "weft.transforms.graphs.calls.results"
 _FAST_PATH = "weft.transforms.graphs.calls.fast_path"
 _READER = "weft.transforms.graphs.calls.reader"
 _TAPE = "weft.transforms.graphs.backends.tape"
-_PADDING = "weft.padding"
+_PADDING = "weft.batches.padding"
 
 
 def _nothing(self: CopyIn, leaves: Sequence[Any]) -> None:

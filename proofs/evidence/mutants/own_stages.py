@@ -9,13 +9,13 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.batch import Batch, ResolvedBatch
-from weft.carried import Carried
-from weft.outputs import PerRequest, PerToken
+from weft.batches.batch import Batch, ResolvedBatch
+from weft.batches.carried import Carried
+from weft.batches.outputs import PerRequest, PerToken
+from weft.batches.state import State, admit, resolve
 from weft.proofs.evidence.mutants.mutant import Mutant, replace
 from weft.proofs.evidence.runs.suite import find
 from weft.stages.custom.sown import Sown
-from weft.state import State, admit, resolve
 from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.requests import prefix_cache
 from weft.transforms.engine.requests.host_state import Request, salt

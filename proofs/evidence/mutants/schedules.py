@@ -13,11 +13,11 @@ from weft.errors import ProgramError
 from weft.meshes.collectives import Collective
 from weft.proofs.evidence.mutants.mutant import Mutant, replace
 from weft.proofs.evidence.runs.suite import find
-from weft.schema import Schema
 from weft.transforms.pipelines.checker import _check_runs, check_buffers, check_needs, check_peers
 from weft.transforms.pipelines.machine import Machine, Step, interleave
 from weft.transforms.pipelines.schedule import _effects
 from weft.transforms.pipelines.weaving import _Loom
+from weft.values.schema import Schema
 
 _SCHEDULE = "weft.transforms.pipelines.schedule"
 _CHECKER = "weft.transforms.pipelines.checker"

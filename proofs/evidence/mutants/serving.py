@@ -12,15 +12,15 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.batch import Batch, ResolvedBatch
+from weft.batches.batch import Batch, ResolvedBatch
+from weft.batches.sampling import SamplingParams, for_request
+from weft.batches.state import State
 from weft.errors import RequestError
 from weft.proofs import serving
 from weft.proofs.evidence.mutants.mutant import Mutant, replace
 from weft.proofs.evidence.runs.suite import find
-from weft.sampling import SamplingParams, for_request
 from weft.stages.adapters.slots import write_slot
 from weft.stages.attention.rope import mrope_positions
-from weft.state import State
 from weft.transforms.engine import scheduler
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.requests.host_state import (

@@ -10,26 +10,26 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.batch import Batch
-from weft.descriptor import BatchDescriptor, Descriptor, arguments_of
-from weft.donation import donates
+from weft.batches.batch import Batch
+from weft.batches.descriptor import BatchDescriptor, Descriptor, arguments_of
+from weft.batches.outputs import Output
+from weft.batches.sampling_rows import SamplingTable
+from weft.batches.state import State, _find_adapters, advance, resolve
 from weft.effects import Effect, Run
 from weft.ops.sampling.logits import SEED
 from weft.ops.sampling.sample import count_tokens, sample_rows
-from weft.outputs import Output
 from weft.proofs.evidence.mutants.mutant import Mutant, replace
 from weft.proofs.evidence.runs.suite import find
-from weft.sampling_table import SamplingTable
-from weft.state import State, _find_adapters, advance, resolve
 from weft.torchapi.private import in_dispatch_mode
 from weft.transforms.graphs.dispatch import Decision, dispatch
 from weft.transforms.graphs.ladder import Ladder, as_ladder
 from weft.transforms.pipelines.parts import join, split
 from weft.transforms.pipelines.worker import Link, Worker
+from weft.values.donation import donates
 
 _GRAPHS = "weft.transforms.graphs.cache"
 _COMPARE = "weft.proofs._laws.compare"
-_STATE = "weft.state"
+_STATE = "weft.batches.state"
 _INPUTS = "weft.stages.inputs"
 _HEAD = "weft.stages.head"
 _PIPELINE = "weft.transforms.pipelines.pipeline"

@@ -15,7 +15,7 @@ from weft.proofs._strategies.operator_samples import Case, cases, copies, seed_a
 from weft.proofs.checks.difference import find_difference
 from weft.proofs.evidence.opinfo.causes import causes_of
 from weft.transforms.graphs.graphify import graphify
-from weft.trees import leaves_with_names
+from weft.values.trees import leaves_with_names
 
 # The kinds of outcome.
 KINDS = {

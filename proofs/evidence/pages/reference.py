@@ -149,7 +149,7 @@ def new_members(cls: type) -> dict[str, Any]:
     """The public methods and properties that a class does not take over from a public base class
     or protocol.
 
-    >>> from weft.descriptor import BatchDescriptor
+    >>> from weft.batches.descriptor import BatchDescriptor
     >>> [*new_members(BatchDescriptor)]
     ['uniform']
     """
@@ -162,7 +162,7 @@ def new_members(cls: type) -> dict[str, Any]:
 def methods_of(cls: type) -> Iterator[tuple[str, Any]]:
     """The new members of a class, each with how it is called.
 
-    >>> from weft.descriptor import BatchDescriptor
+    >>> from weft.batches.descriptor import BatchDescriptor
     >>> [call for call, _ in methods_of(BatchDescriptor)]
     ['uniform(num_reqs, query_len, num_active_loras)']
     """

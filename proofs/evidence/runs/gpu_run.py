@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from weft.batch import Batch
-from weft.sampling import SamplingParams
+from weft.batches.batch import Batch
+from weft.batches.sampling import SamplingParams
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.config import parse_config
 from weft.stages.layout import split_layers

@@ -23,12 +23,12 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from tqdm.auto import tqdm
 
+from weft.batches.state import advance
 from weft.proofs._laws.engine.serving import spanned
 from weft.proofs._strategies.engine.traces import Trace, traces
 from weft.proofs.checks.difference import assert_equal, visible
 from weft.proofs.evidence.environment import environment
 from weft.proofs.serving import serve
-from weft.state import advance
 from weft.transforms.engine.steps.executor import PipelineExecutor, StepExecutor
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.graphs.graphify import graphify

@@ -9,7 +9,7 @@ import attrs
 import torch
 from hypothesis import strategies as st
 
-from weft.descriptor import is_uniform
+from weft.batches.descriptor import is_uniform
 from weft.errors import ArgumentError, CaptureError, LoweredModeWarning
 from weft.proofs import strategies
 from weft.proofs._laws.captures import (

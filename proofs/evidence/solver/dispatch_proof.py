@@ -17,7 +17,7 @@ from typing import Any
 import attrs
 import z3
 
-from weft.descriptor import BatchDescriptor, is_uniform
+from weft.batches.descriptor import BatchDescriptor, is_uniform
 from weft.errors import DescriptorError
 from weft.proofs.evidence.solver.symbolic import Path, Verdict, flag, prove, unknown
 from weft.transforms.graphs.dispatch import dispatch, excess

@@ -14,7 +14,7 @@ from matplotlib import pyplot
 from matplotlib.patches import Rectangle
 
 from weft import Limits, dispatch_table, graphify, make_ladder
-from weft.descriptor import BatchDescriptor as B
+from weft.batches.descriptor import BatchDescriptor as B
 from weft.display.plots import GREY
 from weft.effects import Run
 from weft.errors import MissingPackageError

@@ -10,13 +10,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import weft
 from weft import Limits
+from weft.batches.state import resolve
 from weft.display.summary import Summarized
 from weft.stages.params import DecoderParams, LayerLora, LoraWeights
-from weft.state import resolve
 from weft.torchapi.private import pytree
 from weft.transforms import make_runner, make_state
 from weft.transforms.transform import Carried
-from weft.trees import tree_flatten, tree_unflatten
+from weft.values.trees import tree_flatten, tree_unflatten
 
 # Pytrees without it: a user transform's state, two internal ones with attrs' own repr, and one with
 # a short repr.

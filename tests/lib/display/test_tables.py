@@ -11,11 +11,11 @@ import torch
 from rich.console import Console
 
 from weft import Limits, dispatch_table, graphify, make_ladder, pipeline
-from weft.descriptor import BatchDescriptor
+from weft.batches.descriptor import BatchDescriptor
 from weft.display.tables import Table, bars_over_text, columns, strip
-from weft.schema import Schema
 from weft.transforms import Costs, compare, decode_jobs, make_programs, plan_cohorts, simulate
 from weft.transforms.engine.generate import Completion
+from weft.values.schema import Schema
 
 NASTY = "<script>alert('x')</script> & \"more\""
 TABLE = Table(("name", "size"), ((NASTY, "8"), ("b", "1.5 KiB"), ("", "")), f"of {NASTY}")

@@ -27,8 +27,8 @@ from weft.meshes.collectives import (
     reduced,
     with_schema,
 )
-from weft.schema import Schema, TensorSchema
 from weft.transforms.pipelines.transports.launch import launch
+from weft.values.schema import Schema, TensorSchema
 
 RANKS = st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True).map(tuple)
 SCHEMAS = st.none() | st.builds(

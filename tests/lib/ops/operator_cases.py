@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.batches.sampling_rows import SamplingTable
 from weft.meshes.collectives import (
     AllGather,
     AllReduce,
@@ -23,9 +24,8 @@ from weft.ops.products.fp8 import reference_quantize
 from weft.ops.sampling import sample
 from weft.ops.sampling.logits import FEATURES, PENALTIES, REPETITION, TEMPERATURE
 from weft.ops.transfers import transfer
-from weft.sampling_table import SamplingTable
 from weft.settings import batch_invariant
-from weft.trees import tree_leaves
+from weft.values.trees import tree_leaves
 
 Args = tuple[Any, ...]
 

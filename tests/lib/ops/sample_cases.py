@@ -6,10 +6,10 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.batches.sampling import SamplingParams
+from weft.batches.sampling_rows import SamplingTable, write_rows
 from weft.ops.sampling.sample import sample_rows
-from weft.sampling import SamplingParams
-from weft.sampling_table import SamplingTable, write_rows
-from weft.trees import tree_map
+from weft.values.trees import tree_map
 
 VOCAB = 40
 

@@ -12,9 +12,9 @@ from hypothesis import given, strategies as st
 from paged_cases import DECODE, FIXED, Request, Shape, assert_matches, dense, draw_case
 from torch import Tensor
 
+from weft.batches.sampling import SamplingParams
 from weft.errors import DeviceError
 from weft.ops.attention.backends import _PLANS, BACKENDS, attend_by_handle, check_support
-from weft.sampling import SamplingParams
 from weft.stages.config import parse_config
 from weft.stages.model import Model
 from weft.stages.random_weights import PRESETS, random_model

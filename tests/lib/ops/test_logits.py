@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
+from weft.batches.sampling import SamplingParams
+from weft.batches.sampling_rows import SamplingTable, write_rows
 from weft.ops.sampling import logits as ops
 from weft.proofs.strategies import sampling_params
-from weft.sampling import SamplingParams
-from weft.sampling_table import SamplingTable, write_rows
 
 transformers = pytest.importorskip("transformers")
 theirs: Any = pytest.importorskip("transformers.generation.logits_process")

@@ -9,15 +9,15 @@ import torch
 from hypothesis import given, settings, strategies as st
 from sample_cases import VOCAB, make_case, random_logits
 
-from weft.donation import clone
+from weft.batches.sampling import SamplingParams
+from weft.batches.sampling_rows import SamplingTable, write_rows
 from weft.errors import RequestError
 from weft.ops.sampling.logits import ALLOWED, FEATURES, process
 from weft.ops.sampling.sample import count_tokens, sample, sample_rows
 from weft.proofs import assert_equal
 from weft.proofs.strategies import sampling_params
-from weft.sampling import SamplingParams
-from weft.sampling_table import SamplingTable, write_rows
-from weft.trees import tree_map
+from weft.values.donation import clone
+from weft.values.trees import tree_map
 
 FAST = settings(deadline=None, max_examples=60)
 

@@ -9,6 +9,8 @@ from interpreting import interpret
 from sample_cases import VOCAB, Case, make_case, random_logits
 from torch import Tensor, library
 
+from weft.batches.sampling import SamplingParams
+from weft.batches.sampling_rows import SamplingTable, write_rows
 from weft.ops.backends import backends
 from weft.ops.sampling.logits import (
     FEATURES,
@@ -24,10 +26,8 @@ from weft.ops.sampling.logits import (
 )
 from weft.ops.sampling.sample import count_tokens, sample_rows
 from weft.proofs import assert_equal
-from weft.sampling import SamplingParams
-from weft.sampling_table import SamplingTable, write_rows
 from weft.transforms.graphs.graphify import graphify
-from weft.trees import tree_leaves
+from weft.values.trees import tree_leaves
 
 # The operators and their kernels
 # --------------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ from weft.trees import tree_leaves
 _INTERPRETED = """
 import sys, torch
 from weft.ops.sampling.sample_rows_triton import count, draw_rows, process_rows
-from weft.sampling_table import SamplingTable
+from weft.batches.sampling_rows import SamplingTable
 draws, counts = torch.load(sys.argv[1])
 drawn, found = [], []
 for logits, table, rows, at, mask in draws:

@@ -13,10 +13,10 @@ from interpreting import interpret
 from sample_cases import Case, make_case, random_logits
 from test_sample_rows_triton import assert_same_draws
 
+from weft.batches.sampling import SamplingParams
 from weft.proofs import assert_equal
 from weft.proofs._strategies.sampling import ALWAYS, ON_HOST, choices, fields_not_drawn
-from weft.sampling import SamplingParams
-from weft.trees import tree_leaves
+from weft.values.trees import tree_leaves
 
 VOCAB = 48
 REQUESTS = 12
@@ -175,7 +175,7 @@ def test_a_kernel_that_reads_another_column_is_found(
 
 
 def test_rows_have_exactly_the_columns() -> None:
-    from weft.sampling_table import _in_order
+    from weft.batches.sampling_rows import _in_order
 
     assert _in_order(("a", "b"), {"b": 2, "a": 1}) == [1, 2]
     for values in ({"a": 1}, {"a": 1, "b": 2, "c": 3}):

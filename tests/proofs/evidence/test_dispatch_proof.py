@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("z3")
 
-from weft.descriptor import BatchDescriptor
+from weft.batches.descriptor import BatchDescriptor
 from weft.proofs.evidence.solver import dispatch_proof
 from weft.proofs.evidence.solver.symbolic import Path, Verdict, explore, prove, unknown
 from weft.transforms.graphs import ladder

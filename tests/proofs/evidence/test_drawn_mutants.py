@@ -233,8 +233,8 @@ def test_how_a_fork_ends() -> None:
 
 
 def test_the_tests_of_a_file_are_its_mirror_and_those_that_import_it() -> None:
-    first, *importers = files_of_tests(REPOSITORY, Path("lib/trees.py"))
-    assert first == "tests/lib/test_trees.py"
+    first, *importers = files_of_tests(REPOSITORY, Path("lib/values/trees.py"))
+    assert first == "tests/lib/values/test_trees.py"
     assert importers
 
 

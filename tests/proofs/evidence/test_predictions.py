@@ -16,8 +16,8 @@ from weft.proofs.evidence.pages.predictions import (
     table,
 )
 from weft.proofs.evidence.pages.records import read
-from weft.schema import Schema, TensorSchema
 from weft.transforms.pipelines.timing.hardware import Machine
+from weft.values.schema import Schema, TensorSchema
 
 WITHIN = 0.1
 # Decodes that something bounds which no prediction knows (`proofs/evidence/NOTES.md`).

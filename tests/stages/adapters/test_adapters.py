@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
-from weft.batch import Batch
-from weft.donation import clone
+from weft.batches.batch import Batch
+from weft.batches.sampling import SamplingParams, for_request
+from weft.batches.state import State, admit, advance, resolve
 from weft.errors import CheckpointError, CheckpointNotFoundError, ConfigError, RequestError
 from weft.ops.products.gate import silu_mul
-from weft.sampling import SamplingParams, for_request
 from weft.stages.adapters.adapter import Adapter
 from weft.stages.adapters.slots import reserve_slots, stage_params, with_adapters, write_slot
 from weft.stages.config import parse_config
@@ -30,10 +30,10 @@ from weft.stages.decoder import decoder_stage, feed_forward, project
 from weft.stages.layout import empty_states, split_layers
 from weft.stages.model import Model
 from weft.stages.random_weights import random_adapter, random_params
-from weft.state import State, admit, advance, resolve
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits, lora_rungs, make_ladder
 from weft.transforms.pipelines.pipeline import compose
+from weft.values.donation import clone
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore:The following:RuntimeWarning"

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from paged_cases import Shape, draw_case, shapes
 from torch import Tensor
 
-from weft.batch import ResolvedBatch
-from weft.descriptor import BatchDescriptor
+from weft.batches.batch import ResolvedBatch
+from weft.batches.descriptor import BatchDescriptor
 from weft.errors import ProgramError
 from weft.ops.attention.paged import paged_attention
 from weft.stages import attend, attention_scores, sow, weighted_values

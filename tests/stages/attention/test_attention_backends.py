@@ -13,7 +13,7 @@ from paged_cases import FIXED, Shape, assert_matches, draw_case
 from torch import Tensor
 
 import weft
-from weft.descriptor import CAPABILITIES
+from weft.batches.descriptor import CAPABILITIES
 from weft.errors import CaptureError, DeviceError, LoweredModeWarning, ProgramError, RequestError
 from weft.ops.attention.backends import _BY_HANDLE, BACKENDS, AttentionBackend
 from weft.stages.checkpoints.known_models import DEMO

@@ -14,9 +14,10 @@ from gradients import gradients_as_params, joined, next_token_loss, relative, wo
 from torch import Tensor
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
-from weft.batch import EMBEDDED, Batch
+from weft.batches.batch import EMBEDDED, Batch
+from weft.batches.outputs import IntermediateTensors
+from weft.batches.state import State, advance
 from weft.errors import DescriptorError
-from weft.outputs import IntermediateTensors
 from weft.stages import decoder
 from weft.stages.attention import rope
 from weft.stages.attention.rope import mrope_position_delta
@@ -25,7 +26,6 @@ from weft.stages.decoder import decoder_stage
 from weft.stages.layout import split_layers
 from weft.stages.model import Model
 from weft.stages.params import slice_params
-from weft.state import State, advance
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.engine.requests.prompts import EmbedsPrompt

@@ -24,7 +24,7 @@ from weft.stages.checkpoints.reading import tensor_shapes
 from weft.stages.config import ModelConfig
 from weft.stages.layout import StageLayout, split_layers
 from weft.stages.params import DecoderParams, num_bytes, slice_params
-from weft.trees import leaves_with_names, tree_leaves
+from weft.values.trees import leaves_with_names, tree_leaves
 
 
 @pytest.fixture(scope="module", params=[None, "6KB"], ids=["one file", "sharded"])

@@ -21,7 +21,7 @@ from weft.stages.layout import split_layers
 from weft.stages.params import LayerParams, slice_params
 from weft.stages.random_weights import random_params
 from weft.transforms.graphs.ladder import MODES
-from weft.trees import leaves_with_names
+from weft.values.trees import leaves_with_names
 
 FP8 = torch.float8_e4m3fn
 FORMAT = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}

@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from pages import ROOT, blocks
 from torch import Tensor, nn
 
-from weft.donation import clone
 from weft.errors import CaptureError, WeftError
-from weft.objects import Snapshot
 from weft.stages.custom.module import from_module
 from weft.transforms.graphs.graphify import graphify
+from weft.values.donation import clone
+from weft.values.objects import Snapshot
 
 transformers = pytest.importorskip("transformers")
 SIZES = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.batch import Batch, ResolvedBatch
+from weft.batches.batch import Batch, ResolvedBatch
 from weft.errors import ProgramError, RequestError
 from weft.stages import carry, sow
 from weft.stages.checkpoints.known_models import DEMO

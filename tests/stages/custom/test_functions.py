@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.batch import ResolvedBatch
+from weft.batches.batch import ResolvedBatch
+from weft.batches.sampling import SamplingParams
 from weft.errors import ProgramError
-from weft.sampling import SamplingParams
 from weft.stages import StageFunctions
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
@@ -24,7 +24,7 @@ from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.generate import generate
 from weft.transforms.engine.options import Speculation
 from weft.transforms.graphs.ladder import MODES
-from weft.trees import tree_leaves
+from weft.values.trees import tree_leaves
 
 PROMPTS = ["The function returns", "A list is", "In Python, "]
 STEERED = 1

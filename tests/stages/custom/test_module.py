@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.donation import clone, donated_argnames
 from weft.errors import CaptureError, DonatedError
 from weft.proofs import assert_equal
 from weft.stages.custom.module import ModuleStage, from_module
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.pipeline import compose, pipeline
 from weft.transforms.pipelines.transports.threads import Threads
+from weft.values.donation import clone, donated_argnames
 
 LAW = "a stage is its module"
 

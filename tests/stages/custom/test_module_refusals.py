@@ -19,7 +19,7 @@ from weft.errors import CaptureError, ProgramError
 from weft.proofs import assert_equal
 from weft.stages.custom.module import from_module
 from weft.transforms.graphs.graphify import graphify
-from weft.trees import tree_leaves
+from weft.values.trees import tree_leaves
 
 LAW = "a stage is its module"
 X, T = torch.arange(12.0).view(3, 4), torch.tensor(2.0)

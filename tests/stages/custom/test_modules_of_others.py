@@ -10,11 +10,11 @@ import torch
 from refusal import refused
 from torch import Tensor
 
-from weft.donation import clone
 from weft.errors import CaptureError
 from weft.proofs import assert_equal
 from weft.stages.custom.module import from_module
 from weft.transforms.graphs.graphify import graphify
+from weft.values.donation import clone
 
 LAW = "a stage is its module"
 IDS = torch.arange(14).view(2, 7) % 11 + 1

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.batch import Batch
+from weft.batches.batch import Batch
+from weft.batches.sampling import SamplingParams
 from weft.errors import ProgramError, RequestError
-from weft.sampling import SamplingParams
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
 from weft.stages.custom.sown import sow
@@ -25,7 +25,7 @@ from weft.transforms.engine.generate import generate
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.engine.setup import make_runner, make_state
 from weft.transforms.graphs.ladder import MODES, Limits
-from weft.trees import tree_map
+from weft.values.trees import tree_map
 
 PROMPTS = ["The function returns a list of", "The function returns a tuple of", "In Python, "]
 WAYS: list[dict[str, Any]] = [

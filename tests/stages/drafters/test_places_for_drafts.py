@@ -11,11 +11,11 @@ from refusal import refused
 
 import weft
 from weft import Limits
-from weft.batch import Batch
+from weft.batches.batch import Batch
+from weft.batches.state import Drafting, advance
 from weft.errors import DescriptorError, RequestError
 from weft.proofs._strategies.engine.engines import small_model
 from weft.stages.inputs import NO_DRAFTS
-from weft.state import Drafting, advance
 from weft.transforms import MODES, make_runner, make_state
 from weft.transforms.engine.options import Speculation
 from weft.transforms.engine.steps.step import graph_step

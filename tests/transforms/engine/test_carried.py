@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.batch import Batch, ResolvedBatch
-from weft.sampling import SamplingParams
+from weft.batches.batch import Batch, ResolvedBatch
+from weft.batches.sampling import SamplingParams
 from weft.stages import carry, sow
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load

@@ -10,14 +10,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from weft.batch import Batch
-from weft.descriptor import BatchDescriptor, is_uniform
+from weft.batches.batch import Batch
+from weft.batches.descriptor import BatchDescriptor, is_uniform
+from weft.batches.sampling import SamplingParams
 from weft.ops.attention.backends import BACKENDS
 from weft.ops.tiles.linear import gated_many_tile, linear_tile
 from weft.ops.tiles.tile import MANY_TOKENS
 from weft.proofs.checks.difference import assert_equal
 from weft.proofs.evidence.runs.suite import LAWS
-from weft.sampling import SamplingParams
 from weft.stages.config import parse_config
 from weft.stages.model import Model
 from weft.stages.random_weights import PRESETS, random_model

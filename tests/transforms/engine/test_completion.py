@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.sampling import SamplingParams
+from weft.batches.sampling import SamplingParams
 from weft.transforms.engine import completion
 from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.requests.host_state import Request

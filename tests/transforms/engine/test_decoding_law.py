@@ -14,6 +14,7 @@ from hypothesis.errors import NoSuchExample
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from weft.batches.sampling import SamplingParams
 from weft.proofs._strategies.decoders import (
     CHAINS,
     FAMILIES,
@@ -24,7 +25,6 @@ from weft.proofs._strategies.decoders import (
     kinds,
     tokenizer_of,
 )
-from weft.sampling import SamplingParams
 from weft.transforms.engine import detokenizing
 from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.detokenizing import (

@@ -27,7 +27,7 @@ from weft.errors import DerivativeError, RequestError
 from weft.proofs._strategies.engine.invariant import INVARIANT_MODELS, invariant_model
 from weft.stages.model import Model
 from weft.stages.random_weights import random_adapter
-from weft.trees import tree_leaves, tree_map
+from weft.values.trees import tree_leaves, tree_map
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SEQUENCES = prompts_of([max(length, 2) for length in LENGTHS])

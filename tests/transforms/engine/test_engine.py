@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import weft
-from weft.batch import Batch
+from weft.batches.batch import Batch
+from weft.batches.sampling import SamplingParams
 from weft.errors import EngineError, LogitsError, ProgramError, RequestError
 from weft.proofs._laws.engine.completions import alone
 from weft.proofs._strategies.engine.engines import small_adapters, small_model
-from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.engine import Engine, is_under_way, num_unfinished
@@ -22,7 +22,7 @@ from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.engine.outputs import RequestOutput
 from weft.transforms.graphs.ladder import MODES
 from weft.transforms.pipelines.transports.threads import Threads
-from weft.trees import tree_leaves
+from weft.values.trees import tree_leaves
 
 SMALL = EngineLimits(max_num_reqs=4, max_num_tokens=16, max_model_len=24, page_size=4, num_pages=16)
 

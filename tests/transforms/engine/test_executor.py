@@ -6,8 +6,8 @@ import attrs
 import pytest
 import torch
 
-from weft.batch import Batch
-from weft.outputs import Output
+from weft.batches.batch import Batch
+from weft.batches.outputs import Output
 from weft.proofs.checks.difference import assert_equal
 from weft.transforms.engine.steps.classes import Classes
 from weft.transforms.engine.steps.executor import (

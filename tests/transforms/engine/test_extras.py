@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.batch import Batch, ResolvedBatch
+from weft.batches.batch import Batch, ResolvedBatch
+from weft.batches.outputs import PerRequest
+from weft.batches.sampling import SamplingParams
 from weft.errors import ProgramError, RequestError
-from weft.outputs import PerRequest
-from weft.sampling import SamplingParams
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
 from weft.stages.model import Model

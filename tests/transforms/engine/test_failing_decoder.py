@@ -9,9 +9,9 @@ import torch
 from refusal import REMEDY, USE_THE_NEW, at, refused
 from torch import Tensor
 
-from weft.batch import Batch
-from weft.descriptor import BatchDescriptor
-from weft.donation import clone, donates
+from weft.batches.batch import Batch
+from weft.batches.descriptor import BatchDescriptor
+from weft.batches.state import advance
 from weft.errors import CaptureError, DonatedError, ProgramError
 from weft.proofs import assert_equal
 from weft.stages.config import parse_config
@@ -20,12 +20,12 @@ from weft.stages.layout import split_layers
 from weft.stages.model import Model
 from weft.stages.params import slice_params
 from weft.stages.random_weights import random_params
-from weft.state import advance
 from weft.transforms.engine.setup import make_runner, make_state
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits, make_ladder
 from weft.transforms.pipelines.microbatch import microbatch
 from weft.transforms.pipelines.pipeline import compose, pipeline
+from weft.values.donation import clone, donates
 
 
 @pytest.fixture(scope="module")

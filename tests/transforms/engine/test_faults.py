@@ -11,12 +11,12 @@ import pytest
 import torch
 from tokenizers import decoders
 
-from weft.batch import EMBEDDED
+from weft.batches.batch import EMBEDDED
+from weft.batches.sampling import SamplingParams
 from weft.errors import LogitsError, RequestError, WeftError
 from weft.ops.sampling.logits import FLOATS
 from weft.proofs._laws.engine.completions import alone
 from weft.proofs._strategies.engine.engines import VOCABULARY, small_model
-from weft.sampling import SamplingParams
 from weft.stages.head import head
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
@@ -79,7 +79,9 @@ def test_what_cannot_be_written_in_a_row_is_refused(monkeypatch: pytest.MonkeyPa
     engine = Engine(small_model(), SMALL, graph="none")
     engine.add([3, 4], max_tokens=5, id="good")
     with monkeypatch.context() as patched:
-        patched.setattr("weft.sampling_table._floats", lambda params: dict.fromkeys(FLOATS, "warm"))
+        patched.setattr(
+            "weft.batches.sampling_rows._floats", lambda params: dict.fromkeys(FLOATS, "warm")
+        )
         with pytest.raises(RequestError, match="saw: ValueError: too many dimensions") as error:
             engine.add([1], SamplingParams(temperature=0.5), max_tokens=1)
     assert error.value.call.startswith(

@@ -19,7 +19,7 @@ from weft.transforms.engine import memory as engine_memory
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.pipelines.transports.threads import Threads
-from weft.trees import tree_leaves
+from weft.values.trees import tree_leaves
 
 LIMITS = EngineLimits(max_num_reqs=8, max_num_tokens=32, max_model_len=2000, page_size=4)
 # Keys and values of three layers, four tokens, one head of four, in float32

@@ -9,10 +9,10 @@ import torch
 from refusal import refused
 
 import weft
-from weft.donation import clone
 from weft.errors import RequestError, WeftError
 from weft.proofs import assert_equal
 from weft.stages.model import Model
+from weft.values.donation import clone
 
 
 @pytest.fixture(scope="module")

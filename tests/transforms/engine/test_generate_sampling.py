@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import weft
+from weft.batches.sampling import SamplingParams
+from weft.batches.sampling_rows import MAX_BIASED
 from weft.errors import RequestError
 from weft.proofs import assert_equal
-from weft.sampling import SamplingParams
-from weft.sampling_table import MAX_BIASED
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import Model
 from weft.transforms.engine.requests.host_state import sample_seeds

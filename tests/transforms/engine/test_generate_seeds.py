@@ -12,9 +12,9 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import weft
-from weft.batch import Batch
+from weft.batches.batch import Batch
+from weft.batches.sampling import SamplingParams
 from weft.ops.sampling.sample import sample
-from weft.sampling import SamplingParams
 from weft.stages import decoder
 from weft.transforms.engine.generate import Completion
 from weft.transforms.engine.requests.host_state import request_seed

@@ -14,11 +14,11 @@ from unittest import mock
 import attrs
 import pytest
 
+from weft.batches.sampling import SamplingParams
 from weft.errors import EngineError, RequestError
 from weft.proofs._laws.engine.completions import alone
 from weft.proofs._strategies.engine.engines import small_model
 from weft.proofs._strategies.engine.interrupts import Outside, Places, press_ctrl_c, raise_outside
-from weft.sampling import SamplingParams
 from weft.transforms.engine import calls
 from weft.transforms.engine.engine import Engine, is_under_way, num_unfinished
 from weft.transforms.engine.options import EngineLimits

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from weft.batches.sampling import SamplingParams
 from weft.errors import DerivativeError, ProgramError, RequestError
 from weft.ops.attention.backends import BACKENDS, AttentionBackend
 from weft.ops.rotary import rotate_and_keep
-from weft.sampling import SamplingParams
 from weft.stages import decoder
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load

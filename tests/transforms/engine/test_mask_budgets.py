@@ -10,10 +10,10 @@ import attrs
 import pytest
 from hypothesis import example, given, strategies as st
 
+from weft.batches.sampling import SamplingParams, for_request
 from weft.errors import RequestError
 from weft.proofs._laws.engine.completions import alone
 from weft.proofs._strategies.engine.engines import Half, small_model
-from weft.sampling import SamplingParams, for_request
 from weft.transforms.engine import outputs as outputs_module
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits

@@ -12,9 +12,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import weft
+from weft.batches.sampling import SamplingParams
 from weft.errors import RequestError
 from weft.ops.sampling.logits import pack_bits
-from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits, Speculation

@@ -8,9 +8,9 @@ import attrs
 import pytest
 
 import weft
+from weft.batches.sampling import SamplingParams
 from weft.errors import EngineError
 from weft.proofs._strategies.engine.engines import small_model
-from weft.sampling import SamplingParams
 from weft.stages.checkpoints.known_models import DEMO
 from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.engine import Engine, is_under_way

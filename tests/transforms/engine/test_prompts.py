@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 import weft
-from weft.batch import EMBEDDED
+from weft.batches.batch import EMBEDDED
+from weft.batches.sampling import SamplingParams, for_request
 from weft.errors import RequestError
 from weft.proofs._strategies.engine.embeds import with_mrope
 from weft.proofs._strategies.engine.engines import small_model
-from weft.sampling import SamplingParams, for_request
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine, num_unfinished
 from weft.transforms.engine.options import EngineLimits, resolve_limits

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import weft
+from weft.batches.sampling import SamplingParams
 from weft.errors import RequestError
 from weft.proofs._strategies.engine.engines import small_adapters, small_model
-from weft.sampling import SamplingParams
 from weft.transforms.engine.engine import Engine, num_unfinished
 from weft.transforms.engine.options import EngineLimits
 

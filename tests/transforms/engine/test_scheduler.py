@@ -9,11 +9,11 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from weft.batch import LAST_TOKEN
+from weft.batches.batch import LAST_TOKEN
+from weft.batches.sampling import SamplingParams
 from weft.errors import RequestError
 from weft.proofs._laws.engine.fairness import check_time
 from weft.proofs._strategies.engine.traces import step_times
-from weft.sampling import SamplingParams
 from weft.transforms.engine.requests.host_state import Budget, HostState, Request, RequestState
 from weft.transforms.engine.requests.step_time import StepTime
 from weft.transforms.engine.scheduler import add, finish, observe, outdate, schedule

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.batch import ResolvedBatch
+from weft.batches.batch import ResolvedBatch
+from weft.batches.sampling import SamplingParams
 from weft.errors import ProgramError
-from weft.sampling import SamplingParams
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
 from weft.stages.custom.sown import sow

@@ -9,11 +9,11 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import weft
-from weft.batch import LAST_TOKEN, Batch
+from weft.batches.batch import LAST_TOKEN, Batch
+from weft.batches.sampling import SamplingParams
 from weft.errors import RequestError
 from weft.ops.sampling.logits import pack_bits
 from weft.proofs._strategies.engine.engines import small_model
-from weft.sampling import SamplingParams
 from weft.stages.head import read_at
 from weft.stages.model import Model
 from weft.transforms.engine.completion import CompletionState

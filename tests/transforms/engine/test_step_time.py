@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 from hypothesis import given, strategies as st
 
-from weft.batch import LAST_TOKEN
+from weft.batches.batch import LAST_TOKEN
 from weft.errors import RequestError
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load

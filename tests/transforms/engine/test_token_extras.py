@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.batch import EMBEDDED, Batch, ResolvedBatch
+from weft.batches.batch import EMBEDDED, Batch, ResolvedBatch
+from weft.batches.outputs import PerToken
 from weft.errors import DescriptorError, ProgramError, RequestError
-from weft.outputs import PerToken
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
 from weft.stages.decoder import decoder_stage

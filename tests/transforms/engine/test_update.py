@@ -15,9 +15,9 @@ import torch
 from hypothesis import find, given, settings, strategies as st
 
 import weft
+from weft.batches.sampling import SamplingParams
 from weft.errors import EngineError, RequestError
 from weft.proofs._strategies.engine.engines import adapters_of, small_adapters, small_model
-from weft.sampling import SamplingParams
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.layout import split_layers
 from weft.stages.model import Model
@@ -27,7 +27,7 @@ from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits, Speculation
 from weft.transforms.engine.weights import Weights
 from weft.transforms.pipelines.transports.threads import Threads
-from weft.trees import tree_leaves, tree_map
+from weft.values.trees import tree_leaves, tree_map
 
 LIMITS = EngineLimits(
     max_num_reqs=4, max_num_tokens=16, max_model_len=24, page_size=2, num_pages=60

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from weft import load
-from weft.sampling import SamplingParams
+from weft.batches.sampling import SamplingParams
 from weft.stages import DEMO
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine

@@ -14,8 +14,8 @@ from test_detokenizing import KINDS, prompt_of
 from tokenizers import Tokenizer
 
 import weft
+from weft.batches.sampling import SamplingParams
 from weft.errors import RequestError
-from weft.sampling import SamplingParams
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.model import Model
 from weft.transforms.engine.completion import CompletionState

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import weft
-from weft.batch import Batch
-from weft.descriptor import BatchDescriptor
-from weft.donation import clone
+from weft.batches.batch import Batch
+from weft.batches.descriptor import BatchDescriptor
 from weft.errors import CaptureError
 from weft.meshes.mesh import Mesh
 from weft.ops.constants import constant
@@ -34,6 +33,7 @@ from weft.transforms.graphs.graphified import Graphified, rehearse_call
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits
 from weft.transforms.graphs.lower import _are_own, _kind, _Zeros, compile_ahead, compiling_at_once
+from weft.values.donation import clone
 
 
 class Jit:
@@ -371,7 +371,7 @@ def test_it_neither_writes_what_graphs_read_nor_fails_where_the_memory_is_full()
 _COUNTS = """
 import triton, weft
 from triton import knobs
-from weft.batch import Batch
+from weft.batches.batch import Batch
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
 from weft.transforms.graphs.ladder import Limits
@@ -393,7 +393,7 @@ print(ahead, len(compiled) - ahead, any(compiled))
 
 _LIBRARY = """
 import sys, torch
-from weft.descriptor import BatchDescriptor
+from weft.batches.descriptor import BatchDescriptor
 from weft.proofs.strategies import Rows
 from weft.transforms.graphs.graphify import graphify
 weight = torch.eye(64, device="cuda")

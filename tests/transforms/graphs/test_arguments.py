@@ -18,7 +18,7 @@ from weft.proofs import assert_equal
 from weft.transforms.graphs.calls.buffers import buffer_like
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits, make_ladder
-from weft.trees import axes, descriptor_field, pytree
+from weft.values.trees import axes, descriptor_field, pytree
 
 LAW = "graphify changes nothing"
 X = torch.arange(1.0, 4.0)

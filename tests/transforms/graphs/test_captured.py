@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from weft import Limits, graphify, piecewise
-from weft.batch import Batch
+from weft.batches.batch import Batch
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
 from weft.transforms import make_runner, make_state

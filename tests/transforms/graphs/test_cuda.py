@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from weft.batch import Batch
-from weft.descriptor import BatchDescriptor
-from weft.donation import clone
+from weft.batches.batch import Batch
+from weft.batches.descriptor import BatchDescriptor
+from weft.batches.sampling import SamplingParams
 from weft.errors import CaptureError
 from weft.proofs.strategies import Rows
-from weft.sampling import SamplingParams
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
 from weft.stages.model import Model
@@ -22,7 +21,8 @@ from weft.transforms.engine.setup import make_runner, make_state
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import MODES, Limits
-from weft.trees import tree_leaves
+from weft.values.donation import clone
+from weft.values.trees import tree_leaves
 
 pytestmark = pytest.mark.gpu
 PROMPTS = ("The function returns", "A list is", "In Python, ")

@@ -7,7 +7,7 @@ import attrs
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from weft.descriptor import BatchDescriptor as B
+from weft.batches.descriptor import BatchDescriptor as B
 from weft.errors import DescriptorError
 from weft.proofs._strategies.images import Resolution
 from weft.proofs.strategies import descriptors

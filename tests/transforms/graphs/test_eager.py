@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import weft
-from weft.donation import donatable
 from weft.errors import DonatedError, StaleResultError
 from weft.proofs import assert_equal
 from weft.transforms.graphs.graphify import graphify
-from weft.trees import OF_THIS_VALUE, pytree
+from weft.values.donation import donatable
+from weft.values.trees import OF_THIS_VALUE, pytree
 
 X = torch.arange(3.0)
 

@@ -12,13 +12,13 @@ import torch
 from graphified import LAW, Node, Point, X, doubled, general_calls
 from torch import Tensor
 
-from weft.batch import Batch
-from weft.donation import donate
+from weft.batches.batch import Batch
 from weft.errors import DonatedError
 from weft.proofs import assert_equal
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.graphs.graphify import graphify
-from weft.trees import pytree
+from weft.values.donation import donate
+from weft.values.trees import pytree
 
 TREES: dict[str, Callable[[], Any]] = {
     "a tensor": lambda: X.clone(),

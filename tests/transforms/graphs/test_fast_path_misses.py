@@ -11,9 +11,9 @@ import torch
 from graphified import LAW, Node, Point, X, doubled, general_calls
 from torch import Tensor
 
+from weft.batches.state import State
 from weft.errors import CaptureError, DonatedError
 from weft.proofs import assert_equal
-from weft.state import State
 from weft.transforms.graphs.calls import fast_path
 from weft.transforms.graphs.graphify import graphify
 

@@ -15,7 +15,7 @@ from weft.errors import CacheMissError, CaptureError, DeviceError
 from weft.proofs import assert_equal
 from weft.transforms.graphs.calls.key import CacheInfo
 from weft.transforms.graphs.graphify import graphify
-from weft.trees import pytree
+from weft.values.trees import pytree
 
 
 def test_explain_says_what_a_call_would_do_and_does_nothing() -> None:

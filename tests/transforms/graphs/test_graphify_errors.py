@@ -15,13 +15,13 @@ from refusal import REMEDY, at, refused
 from torch import Tensor, nn
 
 import weft
-from weft.donation import clone
 from weft.errors import CaptureError, DeviceError
 from weft.proofs import assert_equal
 from weft.stages.custom.module import from_module
 from weft.transforms.graphs.calls.key import CacheInfo
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.pipeline import compose, pipeline
+from weft.values.donation import clone
 
 
 def branches(x: Tensor) -> Tensor:

@@ -6,14 +6,14 @@ import torch
 from graphified import LAW, X, counts
 from torch import Tensor
 
-from weft.batch import Batch
-from weft.descriptor import BatchDescriptor
+from weft.batches.batch import Batch
+from weft.batches.descriptor import BatchDescriptor
+from weft.batches.outputs import Output
 from weft.errors import CacheMissError, CaptureError
-from weft.outputs import Output
 from weft.proofs import assert_equal
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Limits, make_ladder
-from weft.trees import axes, pytree
+from weft.values.trees import axes, pytree
 
 LADDER = make_ladder("full", Limits(max_num_reqs=4, max_num_tokens=8))
 
@@ -161,7 +161,7 @@ def test_nothing_of_an_earlier_batch_is_left_in_a_buffer(
 ) -> None:
     """Each whole padded buffer, as the graph reads it, equals the padded batch, in any order of
     sizes."""
-    from weft.padding import pad
+    from weft.batches.padding import pad
 
     monkeypatch.setattr("weft.transforms.graphs.calls.buffers.PADDING_SOURCE_BYTES", blank_bytes)
     rung = BatchDescriptor(6, 4)

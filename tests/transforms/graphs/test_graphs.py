@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import weft
-from weft.descriptor import BatchDescriptor
+from weft.batches.descriptor import BatchDescriptor
 from weft.errors import CacheMissError, CaptureError, DonatedError, TooManyCapturesError
 from weft.proofs.strategies import Rows
 from weft.transforms.graphs.backends.tape import TapeBackend

@@ -16,8 +16,7 @@ from graphified import LAW, X
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from weft.descriptor import BatchDescriptor
-from weft.donation import donate
+from weft.batches.descriptor import BatchDescriptor
 from weft.errors import CacheMissError, CaptureError, DonatedError, StaleResultError, WeftError
 from weft.proofs import assert_equal
 from weft.transforms.graphs.calls import call as calls
@@ -25,7 +24,8 @@ from weft.transforms.graphs.calls.borrowing import check_borrowed
 from weft.transforms.graphs.calls.fast_path import MAX_KNOWN, FastPath
 from weft.transforms.graphs.graphified import Graphified, classes_held
 from weft.transforms.graphs.graphify import graphify
-from weft.trees import axes, descriptor_field, pytree
+from weft.values.donation import donate
+from weft.values.trees import axes, descriptor_field, pytree
 
 
 @pytree

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 import weft
-from weft.descriptor import BatchDescriptor
-from weft.donation import clone
+from weft.batches.descriptor import BatchDescriptor
 from weft.errors import CacheMissError, CaptureError, DonatedError
 from weft.proofs import assert_equal
 from weft.proofs.strategies import Rows
 from weft.transforms.graphs.graphify import graphify, piecewise
-from weft.trees import tree_structure
+from weft.values.donation import clone
+from weft.values.trees import tree_structure
 
 
 def step(params: Tensor, state: dict[str, Tensor], batch: Rows) -> tuple[dict[str, Tensor], Rows]:

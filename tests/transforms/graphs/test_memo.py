@@ -12,7 +12,7 @@ from torch import Tensor
 from weft.errors import CacheMissError, CaptureError
 from weft.proofs import assert_equal
 from weft.transforms.graphs.graphify import graphify
-from weft.trees import pytree, static
+from weft.values.trees import pytree, static
 
 CHANGES: dict[str, tuple[tuple[Any, ...], str]] = {
     "shape": ((X[:2].clone(),), "x: shape (2,), captured (4,)"),

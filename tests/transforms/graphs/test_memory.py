@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.descriptor import BatchDescriptor
-from weft.donation import clone
+from weft.batches.descriptor import BatchDescriptor
 from weft.errors import CaptureError
 from weft.proofs import assert_equal
 from weft.proofs.strategies import Rows
@@ -22,7 +21,8 @@ from weft.transforms.graphs.memory import (
     interpolate,
     sample_indices,
 )
-from weft.trees import tree_leaves
+from weft.values.donation import clone
+from weft.values.trees import tree_leaves
 
 
 def test_a_tape_takes_what_its_tensors_take() -> None:

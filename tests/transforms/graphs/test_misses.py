@@ -15,7 +15,7 @@ from weft.transforms.graphs.calls.key import Key, LeafKey, TreeKey, leaf_key
 from weft.transforms.graphs.explain import ENDLESS, changed_between, miss_between, structure_text
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.graphs.graphify import graphify
-from weft.trees import tree_structure
+from weft.values.trees import tree_structure
 
 X = torch.arange(2.0)
 

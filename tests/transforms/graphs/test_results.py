@@ -9,11 +9,11 @@ from graphified import LAW, X, agree, counts
 from torch import Tensor
 
 import weft
-from weft.donation import clone, donated_argnames, donates
 from weft.errors import DonatedError
 from weft.proofs import assert_equal
 from weft.transforms.graphs.graphify import graphify
-from weft.trees import tree_map
+from weft.values.donation import clone, donated_argnames, donates
+from weft.values.trees import tree_map
 
 State = dict[str, Tensor]
 

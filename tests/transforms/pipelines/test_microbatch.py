@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from weft.arguments.checks import kind_of
-from weft.batch import Batch
-from weft.descriptor import BatchDescriptor
-from weft.donation import clone, donated_argnames, donates
+from weft.batches.batch import Batch
+from weft.batches.descriptor import BatchDescriptor
+from weft.batches.outputs import Output
 from weft.errors import DescriptorError, DonatedError, ProgramError
-from weft.outputs import Output
 from weft.proofs import assert_equal
 from weft.proofs.strategies import Rows
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.microbatch import microbatch
-from weft.trees import axes, pytree
+from weft.values.donation import clone, donated_argnames, donates
+from weft.values.trees import axes, pytree
 
 LAW = "micro-batches are one batch"
 

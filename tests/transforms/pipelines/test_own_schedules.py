@@ -15,7 +15,6 @@ from weft.proofs._laws.engine.serving import stages_agree
 from weft.proofs._laws.schedule import own_schedules_are_compositions
 from weft.proofs._strategies.engine.traces import traces
 from weft.proofs._strategies.schedules import Woven, woven_programs
-from weft.schema import Schema
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.microbatch import scan
 from weft.transforms.pipelines.pipeline import compose, pipeline
@@ -27,6 +26,7 @@ from weft.transforms.pipelines.transports.launch import launch
 from weft.transforms.pipelines.transports.local import Local
 from weft.transforms.pipelines.transports.threads import Threads
 from weft.transforms.pipelines.weaving import interleaved, weave
+from weft.values.schema import Schema
 
 NUM_STAGES = 4
 

@@ -23,18 +23,18 @@ from refusal import refused
 from torch import Tensor
 
 import weft
-from weft.batch import LAST_TOKEN, Batch
-from weft.descriptor import BatchDescriptor
+from weft.batches.batch import LAST_TOKEN, Batch
+from weft.batches.descriptor import BatchDescriptor
+from weft.batches.padding import pad
+from weft.batches.sampling import SamplingParams
+from weft.batches.state import State, admit, resolve
 from weft.errors import CaptureError, DescriptorError
-from weft.padding import pad
 from weft.proofs import assert_equal
 from weft.proofs.strategies import Rows
-from weft.sampling import SamplingParams
-from weft.state import State, admit, resolve
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.microbatch import microbatch
 from weft.transforms.pipelines.parts import join, split
-from weft.trees import axes
+from weft.values.trees import axes
 
 METHODS = (
     "a method split(parts) that returns a tuple of batches, and join(outputs) if they need one"

@@ -13,21 +13,21 @@ from refusal import refused
 from scaling import LAW, PARAMS, STATES, scale, stepped
 from torch import Tensor
 
-from weft.batch import Batch
-from weft.descriptor import BatchDescriptor
-from weft.donation import clone, donated_argnames, donates
+from weft.batches.batch import Batch
+from weft.batches.descriptor import BatchDescriptor
+from weft.batches.outputs import IntermediateTensors
 from weft.effects import parse_listing
 from weft.errors import DonatedError, ProgramError
-from weft.outputs import IntermediateTensors
 from weft.proofs import assert_equal
 from weft.proofs.strategies import Function, stage_lists
-from weft.schema import Schema, TensorSchema
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.microbatch import microbatch, scan
 from weft.transforms.pipelines.pipeline import compose, pipeline
 from weft.transforms.pipelines.schedule import Job
 from weft.transforms.pipelines.transports.local import Local
 from weft.transforms.pipelines.transports.threads import Threads
+from weft.values.donation import clone, donated_argnames, donates
+from weft.values.schema import Schema, TensorSchema
 
 
 def test_the_programs_print_and_parse() -> None:
@@ -261,7 +261,7 @@ def test_a_failing_stage_raises_its_own_error() -> None:
 
 
 def test_a_batch_that_was_padded_and_cut_gives_its_requests_their_outputs() -> None:
-    from weft.padding import pad
+    from weft.batches.padding import pad
 
     def stage(p: Any, s: Any, batch: Batch, x: Any) -> tuple[Any, Tensor]:
         return s, batch.rows * 10 if x is None else x + 1

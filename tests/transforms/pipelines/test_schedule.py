@@ -12,7 +12,6 @@ from refusal import refused
 from weft.effects import Broadcast, Fence, Program, Recv, Run, Send
 from weft.errors import ProgramError
 from weft.proofs.strategies import job_lists
-from weft.schema import Schema, TensorSchema
 from weft.transforms.pipelines.checker import check
 from weft.transforms.pipelines.machine import Step, interleave, puts, takes
 from weft.transforms.pipelines.schedule import (
@@ -23,6 +22,7 @@ from weft.transforms.pipelines.schedule import (
     refuse_other_work,
     streaming,
 )
+from weft.values.schema import Schema, TensorSchema
 
 SCHEMA = Schema((TensorSchema("h", ("num_tokens", 4), torch.float32),))
 

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, strategies as st
 from refusal import refused
 
+from weft.batches.state import advance
 from weft.errors import ProgramError
 from weft.proofs import strategies
 from weft.proofs.checks.difference import assert_equal, visible
 from weft.proofs.strategies import Scenario
-from weft.state import advance
 from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.schedule import Job, count_running, jobs_for, make_programs
 from weft.transforms.pipelines.transports import Transport

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from serving import Served
 
-from weft.sampling import SamplingParams
+from weft.batches.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.generate import Completion, generate
 

@@ -16,8 +16,8 @@ from serving import Served, served
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from weft.batches.sampling import SamplingParams
 from weft.errors import RequestError
-from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.engine import Engine

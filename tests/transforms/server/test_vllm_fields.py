@@ -8,7 +8,7 @@ import pytest
 import torch
 from serving import Served, served
 
-from weft.sampling import SamplingParams
+from weft.batches.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.generate import Completion, generate
 from weft.transforms.server.bodies import ServerLimits

@@ -20,11 +20,11 @@ from torch.distributed.tensor import (
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import weft
-from weft.donation import donates
 from weft.effects import parse_listing
 from weft.errors import DerivativeError, MeshError
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.transports.launch import launch
+from weft.values.donation import donates
 
 TWO = weft.Mesh(tensor=2)
 HEADS = 4

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from weft.arguments.checks import COUNT, check_values
-from weft.batch import Batch
-from weft.descriptor import BatchDescriptor, is_uniform
+from weft.batches.batch import Batch
+from weft.batches.descriptor import BatchDescriptor, is_uniform
+from weft.batches.outputs import Output
+from weft.batches.state import State
 from weft.display.quantities import error_size
 from weft.display.tables import Table, Tabled
 from weft.errors import RequestError
-from weft.outputs import Output
 from weft.stages.model import Model
-from weft.state import State
 from weft.transforms.engine.setup import Runner, make_runner, make_state
 from weft.transforms.graphs.ladder import Limits
-from weft.trees import leaves_with_names
+from weft.values.trees import leaves_with_names
 
 # The fields of a state that are equal on all stages.
 TABLES = (

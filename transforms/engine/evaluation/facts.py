@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from weft import __version__
+from weft.batches.sampling import SamplingParams
 from weft.meshes.collectives import AllGather
 from weft.ops.register import triton_version
-from weft.sampling import SamplingParams
 from weft.stages.checkpoints.digests import digest_params
 from weft.stages.checkpoints.reading import stage_fields
 from weft.stages.model import Model, model_facts
@@ -26,7 +26,7 @@ from weft.transforms.engine.evaluation.programs import digest_functions
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.distributed import Distributed, end_of
 from weft.transforms.pipelines.transports.messaging.messages import as_bytes
-from weft.trees import leaves_with_names
+from weft.values.trees import leaves_with_names
 
 # The most tensors that are digested at a time.
 _AT_ONCE = 8

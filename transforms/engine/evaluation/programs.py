@@ -39,7 +39,7 @@ from torch import Tensor
 
 from weft.stages.model import Model
 from weft.transforms.graphs.graphified import Graphified
-from weft.trees import OF_THIS_PROCESS
+from weft.values.trees import OF_THIS_PROCESS
 
 _PLAIN = (
     int,

@@ -11,9 +11,9 @@ import attrs
 
 from weft.arguments.checks import Rule, check_values
 from weft.arguments.json_text import read_json_lines
+from weft.batches.sampling import SamplingParams
 from weft.display.tables import Table, Tabled
 from weft.errors import RequestError
-from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.engine import Engine

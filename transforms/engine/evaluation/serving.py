@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from weft.sampling import SamplingParams
+from weft.batches.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.stats import Stats

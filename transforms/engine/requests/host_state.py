@@ -10,10 +10,10 @@ from typing import TypeVar
 import attrs
 
 from weft.arguments.checks import COUNT, Rule, check_values
+from weft.batches.sampling import SamplingParams
+from weft.batches.sampling_rows import features
 from weft.errors import RequestError
 from weft.ops.sampling.logits import PENALTIES
-from weft.sampling import SamplingParams
-from weft.sampling_table import features
 from weft.transforms.engine.requests.pages import Pages, hash_page, hash_pages
 from weft.transforms.engine.requests.prompts import PromptContent, RequestExtras
 from weft.transforms.engine.requests.step_time import StepTime
@@ -43,7 +43,7 @@ class Request:
         id: a name, unique among the requests that have not ended.
         prompt: token ids, at least one; EMBEDDED (-2) where `prompt_content` has an embedding.
         max_tokens: the most tokens to generate, at least one.
-        sampling: how its tokens are chosen and what ends it (`weft.sampling.for_request`).
+        sampling: how its tokens are chosen and what ends it (`weft.batches.sampling.for_request`).
         priority: lower numbers run first, FIFO among equal ones; higher numbers can starve.
         adapter: the slot of its LoRA adapter; -1: none.
         prompt_content: the prompt's embeddings, positions and per-token inputs; None: the prompt is

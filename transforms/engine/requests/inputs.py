@@ -7,10 +7,10 @@ from typing import Any
 import attrs
 
 from weft.arguments.checks import COUNT, Rule, check_values, is_int
-from weft.batch import EMBEDDED
+from weft.batches.batch import EMBEDDED
+from weft.batches.sampling import SamplingParams, check_tokens, for_request, is_text
+from weft.batches.sampling_rows import MAX_BIASED, SamplingTable, write_rows
 from weft.errors import RequestError
-from weft.sampling import SamplingParams, check_tokens, for_request, is_text
-from weft.sampling_table import MAX_BIASED, SamplingTable, write_rows
 from weft.stages.custom.functions import caching_policy
 from weft.stages.model import Model
 from weft.transforms.engine.requests.host_state import Request, request_seed, sample_seeds

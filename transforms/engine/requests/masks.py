@@ -11,9 +11,9 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.batches.sampling import SamplingParams
 from weft.errors import RequestError
 from weft.ops.sampling.logits import pack_bits
-from weft.sampling import SamplingParams
 from weft.stages.model import Model
 
 Mask = Callable[[Sequence[int]], Tensor | Iterable[int] | None]
@@ -87,7 +87,8 @@ class RequestMask:
 
     @classmethod
     def of(cls, mask: Mask, params: SamplingParams, vocab_size: int) -> "RequestMask":
-        """A mask with its request's parameters, as `weft.sampling.for_request` makes them."""
+        """A mask with its request's parameters, as `weft.batches.sampling.for_request` makes
+        them."""
         allowed = _all(vocab_size) & ~pack_bits(params.bad_token_ids, vocab_size)
         if params.allowed_token_ids is not None:
             allowed = allowed & pack_bits(params.allowed_token_ids, vocab_size)

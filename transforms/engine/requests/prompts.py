@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.arguments.checks import Rule, check_values, is_int
-from weft.batch import EMBEDDED
+from weft.batches.batch import EMBEDDED
 from weft.display.summary import Summarized
 from weft.stages.attention.rope import mrope_position_delta
 from weft.stages.custom.functions import StageFunctions

@@ -6,10 +6,10 @@ from typing import TypeVar
 import attrs
 import torch
 
-from weft.batch import Batch
+from weft.batches.batch import Batch
+from weft.batches.descriptor import BatchDescriptor, is_uniform
+from weft.batches.padding import grow, unpad
 from weft.bounded import BoundedDict
-from weft.descriptor import BatchDescriptor, is_uniform
-from weft.padding import grow, unpad
 from weft.stages.config import ModelConfig
 from weft.stages.custom.functions import StageFunctions, capability_of, runs_inside
 from weft.stages.layout import weights_of_layer
@@ -17,7 +17,7 @@ from weft.stages.model import Model
 from weft.transforms.engine.requests.host_state import Budget
 from weft.transforms.graphs.dispatch import Decision, dispatch, excess
 from weft.transforms.graphs.ladder import Ladder, Limits, lora_rungs, make_ladder, with_whole
-from weft.trees import map_sized
+from weft.values.trees import map_sized
 
 T = TypeVar("T")
 

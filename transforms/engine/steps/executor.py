@@ -10,10 +10,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.batch import Batch
+from weft.batches.batch import Batch
+from weft.batches.descriptor import BatchDescriptor
+from weft.batches.padding import inert
 from weft.bounded import BoundedDict
-from weft.descriptor import BatchDescriptor
-from weft.padding import inert
 from weft.torchapi.private import to_device
 from weft.transforms.engine.steps.classes import Classes
 from weft.transforms.engine.steps.results import FinishedWork
@@ -25,7 +25,7 @@ from weft.transforms.pipelines.microbatch import class_text
 from weft.transforms.pipelines.pipeline import Pipelined, runs_first, stage_context
 from weft.transforms.pipelines.schedule import Job
 from weft.transforms.pipelines.session import Session, Submission
-from weft.trees import tree_map
+from weft.values.trees import tree_map
 
 T = TypeVar("T")
 

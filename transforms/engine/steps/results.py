@@ -11,8 +11,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.batches.outputs import Output
 from weft.errors import LogitsError, RequestError, WeftError
-from weft.outputs import Output
 from weft.transforms.engine.steps.step import Work
 
 # Pause between two polls of the device.

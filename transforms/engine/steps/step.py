@@ -10,19 +10,19 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.batch import EMBEDDED, IN_ORDER, LAST_TOKEN, Batch
-from weft.descriptor import BatchDescriptor
-from weft.donation import declare_donated, donates
-from weft.outputs import Output, PerToken
-from weft.sampling import SamplingParams
-from weft.state import State, admit, advance, copy_pages, grow
+from weft.batches.batch import EMBEDDED, IN_ORDER, LAST_TOKEN, Batch
+from weft.batches.descriptor import BatchDescriptor
+from weft.batches.outputs import Output, PerToken
+from weft.batches.sampling import SamplingParams
+from weft.batches.state import State, admit, advance, copy_pages, grow
 from weft.torchapi.private import to_device
 from weft.transforms.engine.requests.prompts import PromptContent, RequestExtras
 from weft.transforms.graphs.calls.borrowing import declare_owning, owns_results
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.graphs.ladder import Ladder
 from weft.transforms.pipelines.pipeline import Stage, compose
-from weft.trees import pytree
+from weft.values.donation import declare_donated, donates
+from weft.values.trees import pytree
 
 _STATIC = {"weft.static": True}
 # The operators at which piecewise graphs cut a decoder.
@@ -360,7 +360,7 @@ def is_advanced(state: State, _: DeviceWork, __: Output | None) -> State:
 
 
 def advance_work(state: State, work: DeviceWork, out: Output | None) -> State:
-    """`weft.state.advance` over `DeviceWork`."""
+    """`weft.batches.state.advance` over `DeviceWork`."""
     return advance(state, work.batch, out)
 
 

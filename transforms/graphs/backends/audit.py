@@ -47,7 +47,7 @@ from weft.transforms.graphs.backends.operators import (
 )
 from weft.transforms.graphs.backends.randomness import Randomness, may_draw
 from weft.transforms.graphs.calls.results import Outputs
-from weft.trees import tree_leaves
+from weft.values.trees import tree_leaves
 
 
 @attrs.frozen(eq=False)

@@ -34,7 +34,7 @@ from weft.transforms.graphs.backends.operators import is_sparse, tensors_in
 from weft.transforms.graphs.backends.while_nodes import WhileNodes
 from weft.transforms.graphs.calls.buffers import InputBufferPool
 from weft.transforms.graphs.calls.results import Outputs
-from weft.trees import tree_map
+from weft.values.trees import tree_map
 
 
 @attrs.frozen(eq=False)

@@ -43,7 +43,7 @@ from weft.transforms.graphs.backends.randomness import UnknownGenerator
 from weft.transforms.graphs.backends.unwritten import UnwrittenMemory
 from weft.transforms.graphs.calls.buffers import InputBufferPool
 from weft.transforms.graphs.calls.results import Outputs
-from weft.trees import tree_leaves
+from weft.values.trees import tree_leaves
 
 _CPU, _NOTHING = torch.device("cpu"), nullcontext()
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from weft.blocks import Blocks
 from weft.errors import StaleResultError
 from weft.torchapi.private import FunctionMode, storage_id
-from weft.trees import tree_leaves
+from weft.values.trees import tree_leaves
 
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")

@@ -14,12 +14,12 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.batches.padding import last_entry
 from weft.ops.copying.byte_copies import MOST_REPEATED, Copies, same_bytes
 from weft.ops.copying.copies import plan_copies_of_bytes, uses_kernel
-from weft.padding import last_entry
 from weft.torchapi.private import copy_all, seen_as
 from weft.transforms.graphs.calls.aliasing import overlaps_itself
-from weft.trees import Axes
+from weft.values.trees import Axes
 
 # The bytes that the buffer of a strided argument may span to keep the argument's strides; a span of
 # up to four times the argument's own size is allowed too.
@@ -140,8 +140,8 @@ class CopyIn:
     one signature.
 
     Every element of a buffer is overwritten: in a padded buffer the value takes the leading corner,
-    and padding is written to the rest, as in `weft.padding.write_padded`. No step reads what
-    another one writes.
+    and padding is written to the rest, as in `weft.batches.padding.write_padded`. No step reads
+    what another one writes.
     """
 
     steps: tuple[Fill, ...]

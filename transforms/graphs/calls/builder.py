@@ -12,9 +12,9 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from weft.padding import unpad
+from weft.batches.padding import unpad
 from weft.transforms.graphs.calls.reader import as_tuple, child_nodes, compiled
-from weft.trees import (
+from weft.values.trees import (
     Axes,
     TreeSpec,
     built,

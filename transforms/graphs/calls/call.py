@@ -12,10 +12,9 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from weft.donation import refuse_donated
+from weft.batches.padding import padded_shape
 from weft.errors import DescriptorError, DonatedError
 from weft.ops.transfers.collective import current_place
-from weft.padding import padded_shape
 from weft.settings import is_batch_invariant
 from weft.torchapi.patches import without_attention_fast_path
 from weft.torchapi.private import (
@@ -40,7 +39,8 @@ from weft.transforms.graphs.calls.key import (
     leaf_key,
     static_key,
 )
-from weft.trees import (
+from weft.values.donation import refuse_donated
+from weft.values.trees import (
     Axes,
     TreeSpec,
     keys_in,

@@ -18,8 +18,8 @@ from torch.nn import Parameter
 from weft.arguments.checks import kind_of
 from weft.errors import CaptureError
 from weft.transforms.graphs.calls.buffers import offset_of
-from weft.trees import TreeSpec, tree_leaves
-from weft.value_keys import EXACT, by_identity, value_key
+from weft.values.keys import EXACT, by_identity, value_key
+from weft.values.trees import TreeSpec, tree_leaves
 
 # Attributes of tensors with these prefixes belong to weft and torch.compile, and say nothing about
 # the tensor.

@@ -18,12 +18,12 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.donation import TAKEN, is_donatable
 from weft.transforms.graphs.calls.buffers import ALIGNMENT
 from weft.transforms.graphs.calls.key import attributes_of, is_held_weakly
 from weft.transforms.graphs.calls.subtrees import SubtreeCache, is_frozen_tree
-from weft.trees import node_fields, tree_leaves
-from weft.value_keys import EXACT, by_identity, value_key
+from weft.values.donation import TAKEN, is_donatable
+from weft.values.keys import EXACT, by_identity, value_key
+from weft.values.trees import node_fields, tree_leaves
 
 
 class ForeignError(Exception):

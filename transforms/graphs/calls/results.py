@@ -14,15 +14,15 @@ import attrs
 import torch
 from torch import Tensor
 
+from weft.batches.padding import cut
 from weft.errors import CaptureError
 from weft.ops.copying.byte_copies import is_bytes
 from weft.ops.copying.copies import plan_clones, uses_kernel
-from weft.padding import cut
 from weft.torchapi.private import children_of, clone_all, storage_id
 from weft.transforms.graphs.calls.builder import Template, write_template
 from weft.transforms.graphs.calls.call import Call
 from weft.transforms.graphs.calls.key import PLAIN
-from weft.trees import (
+from weft.values.trees import (
     TreeSpec,
     leaves_with_names,
     tree_flatten,

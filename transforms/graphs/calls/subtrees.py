@@ -12,9 +12,9 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from weft.donation import is_donatable
-from weft.trees import node_fields
-from weft.value_keys import EXACT
+from weft.values.donation import is_donatable
+from weft.values.keys import EXACT
+from weft.values.trees import node_fields
 
 # A subtree: its key, its leaves, and its distinct tensors.
 ReadTree = tuple[Any, tuple[Any, ...], tuple[Tensor, ...]]

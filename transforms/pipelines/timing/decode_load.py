@@ -9,16 +9,16 @@ import torch
 
 from weft.display.quantities import byte_size
 from weft.meshes.collectives import AllGather, AllReduce, AllToAll, Collective
-from weft.schema import Schema, TensorSchema
 from weft.stages.config import ModelConfig
 from weft.stages.layout import BYTES_PER_LOGIT, balance, layer_weights, split_layers
 from weft.stages.shares import share_config
 from weft.transforms.pipelines.timing.costs import Costs, all_reduce_ways, effect_seconds
 from weft.transforms.pipelines.timing.hardware import KERNELS_PER_LAYER, MEMORY_SHARE, Machine
+from weft.values.schema import Schema, TensorSchema
 
 # A generous size for the graphs of one rank: the largest in `proofs/results/` take 463 MB.
 _GRAPHS_BYTES = 500_000_000
-# The bytes of a request's token and logprob (`weft.outputs.Output`)
+# The bytes of a request's token and logprob (`weft.batches.outputs.Output`)
 _OUTPUT_BYTES = 8 + 4
 
 

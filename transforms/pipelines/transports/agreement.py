@@ -25,7 +25,7 @@ import torch
 from weft.bounded import BoundedDict
 from weft.errors import ProgramError
 from weft.transforms.pipelines.checker import CheckedPrograms
-from weft.trees import OF_THIS_PROCESS
+from weft.values.trees import OF_THIS_PROCESS
 
 SAME = (
     "the same code, configuration and batches on every rank: batches by a pure function of what all"

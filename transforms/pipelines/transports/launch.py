@@ -29,12 +29,12 @@ import torch
 from tqdm import tqdm
 
 from weft.arguments.checks import COUNT, Rule, check_values
-from weft.donation import refuse_donated_in
 from weft.errors import ProgramError, RankError
 from weft.torchapi.distributed import host_store
 from weft.transforms.pipelines.transports.messaging.network import LOOPBACK, SECRET, Secret
 from weft.transforms.pipelines.transports.watching.failures import Failure, check_timeout, described
 from weft.transforms.pipelines.transports.watching.records import Exit, write_exit
+from weft.values.donation import refuse_donated_in
 
 # Seconds beyond the time-out that the other ranks have to end by themselves after one rank failed.
 _GRACE = 5.0

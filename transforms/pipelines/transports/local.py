@@ -12,7 +12,7 @@ from weft.effects import Broadcast, Fence, Recv, Send
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.machine import Edge, Step, puts, takes
 from weft.transforms.pipelines.worker import Worker
-from weft.trees import tree_map
+from weft.values.trees import tree_map
 
 
 @attrs.frozen(eq=False)

@@ -25,7 +25,7 @@ from weft.transforms.pipelines.machine import Edge, Step
 from weft.transforms.pipelines.transports.shared_run import Queue, SharedRun
 from weft.transforms.pipelines.transports.watching.failures import Failure, check_timeout, described
 from weft.transforms.pipelines.worker import Worker
-from weft.trees import tree_map
+from weft.values.trees import tree_map
 
 _DEVICES: Rule = (
     lambda devices: not isinstance(devices, str | torch.device),

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.batches.sampling import SamplingParams
+from weft.batches.sampling_rows import SamplingTable, write_rows
 from weft.ops.sampling.sample import sample, sample_rows
 from weft.proofs.evidence.environment import environment
-from weft.sampling import SamplingParams
-from weft.sampling_table import SamplingTable, write_rows
 from weft.transforms.graphs.graphify import graphify
 
 ASKED: dict[str, dict[str, Any]] = {

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from weft.batch import Batch
+from weft.batches.batch import Batch
+from weft.batches.sampling import SamplingParams
 from weft.proofs.evidence.bench.decode_modes import TINY
 from weft.proofs.evidence.environment import environment
 from weft.proofs.evidence.runs.gpu_run import QWEN3_0_6B, random_model
-from weft.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.setup import make_runner, make_state
 from weft.transforms.graphs.graphified import num_pieces

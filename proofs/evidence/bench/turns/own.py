@@ -17,8 +17,8 @@ from pathlib import Path
 import attrs
 import torch
 
+from weft.batches.sampling import SamplingParams
 from weft.proofs.evidence.environment import environment
-from weft.sampling import SamplingParams
 from weft.transforms.cli.bench import start_engine, workload_of
 from weft.transforms.cli.options import Bench
 from weft.transforms.cli.ranks import Here, in_ranks

@@ -98,10 +98,10 @@ def check_graphified(device: str, launches: list[int]) -> None:
 
 def check_padded(device: str, launches: list[int]) -> None:
     """A batch under a ladder: values, padding and repeated entries in one launch."""
-    from weft.batch import Batch
-    from weft.descriptor import BatchDescriptor
-    from weft.outputs import Output
-    from weft.padding import pad
+    from weft.batches.batch import Batch
+    from weft.batches.descriptor import BatchDescriptor
+    from weft.batches.outputs import Output
+    from weft.batches.padding import pad
 
     rung = BatchDescriptor.uniform(8)
     g = graphify(lambda b: Output(b.rows * 2, b.rows * 1.0), ladder=[rung])

@@ -5,7 +5,7 @@ import attrs
 import pytest
 import torch
 
-from weft.descriptor import BatchDescriptor
+from weft.batches.descriptor import BatchDescriptor
 from weft.errors import RequestError
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load

@@ -26,7 +26,6 @@ from weft.meshes.collectives import (
     ReduceScatter,
 )
 from weft.meshes.mesh import group_of
-from weft.schema import Schema, TensorSchema
 from weft.transforms.pipelines.lanes import lane_rank, spread
 from weft.transforms.pipelines.machine import interleave
 from weft.transforms.pipelines.pipeline import pipeline
@@ -42,6 +41,7 @@ from weft.transforms.pipelines.timing.events import num_ranks
 from weft.transforms.pipelines.timing.hardware import Machine
 from weft.transforms.pipelines.timing.simulate import _Clocks, simulate
 from weft.transforms.pipelines.timing.timeline import Timeline, busy_shares
+from weft.values.schema import Schema, TensorSchema
 
 SCHEMA = Schema((TensorSchema("x", (4, 8), torch.float32),))
 SIZE = 4 * 8 * 4

@@ -10,16 +10,16 @@ import torch
 from own_batches import OWN_BATCHES, WHOLE_BATCHES, Data
 from torch import Tensor
 
-from weft.batch import Batch
+from weft.batches.batch import Batch
+from weft.batches.outputs import IntermediateTensors
 from weft.errors import WeftError
-from weft.outputs import IntermediateTensors
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.microbatch import scan
 from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.schedule import Job
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.distributed import Distributed
-from weft.trees import tree_map
+from weft.values.trees import tree_map
 
 _FOLDERS = Path(__file__).parent, Path(__file__).parents[3]
 # For processes that import this module.

@@ -11,14 +11,14 @@ import attrs
 import pytest
 import torch
 
-from weft.batch import Batch
-from weft.descriptor import BatchDescriptor
+from weft.batches.batch import Batch
+from weft.batches.descriptor import BatchDescriptor
+from weft.batches.state import advance
 from weft.errors import ProgramError, RankError
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
 from weft.stages.decoder import decoder_stage
 from weft.stages.layout import split_layers
-from weft.state import advance
 from weft.transforms.engine.setup import make_state
 from weft.transforms.graphs import cache
 from weft.transforms.graphs.dispatch import Decision
@@ -28,7 +28,7 @@ from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.transports.agreement import source_digest
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.transports.launch import launch
-from weft.trees import OF_THIS_PROCESS
+from weft.values.trees import OF_THIS_PROCESS
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that a rank finds this module by its name
 

@@ -10,7 +10,7 @@ import attrs
 import pytest
 import torch
 
-from weft.sampling import SamplingParams
+from weft.batches.sampling import SamplingParams
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
 from weft.stages.model import Model

@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from weft.batches.outputs import IntermediateTensors
 from weft.errors import ProgramError
-from weft.outputs import IntermediateTensors
 from weft.transforms.pipelines.transports.messaging.json_values import dumps, loads
-from weft.value_keys import value_key
+from weft.values.keys import value_key
 
 
 class Color(enum.Enum):

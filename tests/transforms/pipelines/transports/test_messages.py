@@ -12,7 +12,6 @@ from weft.meshes.collectives import AllGather, AllReduce
 from weft.ops.transfers.collective import Member
 from weft.ops.transfers.transfer import find
 from weft.proofs import assert_equal
-from weft.schema import Schema
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.schedule import Job, make_programs
@@ -22,6 +21,7 @@ from weft.transforms.pipelines.transports.launch import launch
 from weft.transforms.pipelines.transports.messaging.messages import ProcessLink
 from weft.transforms.pipelines.transports.watching.records import Position
 from weft.transforms.pipelines.worker import StageRun, Worker
+from weft.values.schema import Schema
 
 
 class Given:

@@ -13,9 +13,9 @@ import streams
 import torch
 from ranks import advance, scale, told
 
-from weft.batch import Batch
+from weft.batches.batch import Batch
+from weft.batches.sampling import SamplingParams
 from weft.errors import RankError, WeftError
-from weft.sampling import SamplingParams
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
 from weft.stages.checkpoints.reading import places

@@ -10,10 +10,10 @@ from ranks import advance, scale, told
 
 from weft.meshes.mesh import Mesh
 from weft.ops.transfers.collective import all_gather, all_reduce
-from weft.schema import Schema
 from weft.transforms.pipelines.pipeline import pipeline
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.transports.launch import launch
+from weft.values.schema import Schema
 
 
 def count_stages(num_stages: int) -> str:

@@ -21,7 +21,6 @@ from weft.effects import Broadcast, Fence, Recv, Send
 from weft.errors import ProgramError
 from weft.meshes.collectives import Collective, with_schema
 from weft.ops.transfers import transfer
-from weft.schema import Schema
 from weft.transforms.pipelines.checker import CheckedPrograms
 from weft.transforms.pipelines.machine import Step, puts, stage_sent
 from weft.transforms.pipelines.transports.agreement import (
@@ -33,8 +32,9 @@ from weft.transforms.pipelines.transports.agreement import (
 from weft.transforms.pipelines.transports.messaging import json_values
 from weft.transforms.pipelines.transports.messaging.wire import Wire
 from weft.transforms.pipelines.transports.watching.monitor import Monitor
-from weft.trees import TreeSpec, tree_flatten, tree_unflatten
-from weft.value_keys import value_key
+from weft.values.keys import value_key
+from weft.values.schema import Schema
+from weft.values.trees import TreeSpec, tree_flatten, tree_unflatten
 
 # How many layouts each end of an edge keeps
 _MAX_LAYOUTS = 1024

@@ -15,11 +15,12 @@ from torch.func import grad, jvp, vmap
 
 import weft
 from weft.arguments.checks import kind_of
-from weft.batch import Batch
-from weft.descriptor import BatchDescriptor, Descriptor
+from weft.batches.batch import Batch
+from weft.batches.descriptor import BatchDescriptor, Descriptor
+from weft.batches.outputs import Output
+from weft.batches.padding import pad, unpad
+from weft.batches.splitting import cut_sized
 from weft.errors import DescriptorError, TreeError
-from weft.outputs import Output
-from weft.padding import pad, unpad
 from weft.proofs import assert_equal
 from weft.proofs._strategies.tree_classes import (
     CLASS_OPTIONS,
@@ -30,9 +31,8 @@ from weft.proofs._strategies.tree_classes import (
     options_of,
     tree_values,
 )
-from weft.splitting import cut_sized
 from weft.transforms.graphs.calls.builder import write_template
-from weft.trees import (
+from weft.values.trees import (
     OF_THIS_VALUE,
     Axes,
     axes,
@@ -329,7 +329,7 @@ def test_the_test_above_finds_an_unflattening_that_constructs(
         aliases = {f.name: f.alias for f in attrs.fields(cls) if f.init}
         return cls(**{aliases[name]: value for name, value in values if name in aliases})
 
-    for home in ("weft.trees", "weft.transforms.graphs.calls.builder"):
+    for home in ("weft.values.trees", "weft.transforms.graphs.calls.builder"):
         monkeypatch.setattr(f"{home}.built", constructed)
     find(
         tree_values(),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from weft.display.summary import Summarized
 from weft.errors import ProgramError
-from weft.trees import axes, pytree
+from weft.values.trees import axes, pytree
 
 _INSTEAD = (
     "batch.per_token(...) of it, [num_tokens, ...]; its own tensor, [num_reqs, ...], is `.values`"

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.objects import Snapshot, is_plain_object, places_of_tensors
+from weft.values.objects import Snapshot, is_plain_object, places_of_tensors
 
 
 class Pair(NamedTuple):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from refusal import refused
 
-from weft.descriptor import BatchDescriptor, Descriptor, is_uniform
+from weft.batches.descriptor import BatchDescriptor, Descriptor, is_uniform
 from weft.errors import DescriptorError
 from weft.proofs.strategies import descriptors
 

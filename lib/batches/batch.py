@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from weft.arguments.checks import kind_of
-from weft.descriptor import BatchDescriptor
+from weft.batches.descriptor import BatchDescriptor
+from weft.batches.outputs import PerRequest, PerToken
+from weft.batches.splitting import cut_sized, find_bounds, read_starts
 from weft.display.summary import Summarized
 from weft.errors import DescriptorError, ProgramError
-from weft.outputs import PerRequest, PerToken
-from weft.splitting import cut_sized, find_bounds, read_starts
 from weft.torchapi.private import to_device
-from weft.trees import OF_THIS_VALUE, axes, descriptor_field, pytree
+from weft.values.trees import OF_THIS_VALUE, axes, descriptor_field, pytree
 
 LAST_TOKEN = -1
 """In `Batch.input_ids`: the request's last sampled token, which only the state knows."""
@@ -356,7 +356,7 @@ def _has_rows(extra: Any, count: int) -> bool:
 @attrs.frozen(eq=False, repr=False)
 class ResolvedBatch(Summarized):
     """A batch resolved against one state: the input of the layers, made on the device by
-    `weft.state.resolve`.
+    `weft.batches.state.resolve`.
 
     Args:
         descriptor: the batch's.

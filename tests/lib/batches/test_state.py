@@ -10,19 +10,19 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from weft.batch import LAST_TOKEN, Batch
-from weft.carried import Carried
-from weft.descriptor import BatchDescriptor
-from weft.donation import clone
+from weft.batches.batch import LAST_TOKEN, Batch
+from weft.batches.carried import Carried
+from weft.batches.descriptor import BatchDescriptor
+from weft.batches.outputs import Output
+from weft.batches.padding import pad
+from weft.batches.sampling import SamplingParams
+from weft.batches.state import Drafting, State, admit, advance, copy_pages, resolve
 from weft.errors import DonatedError, RequestError, WeftError
 from weft.ops.sampling.logits import IN_PROMPT, MIN_LEN, SEED, TEMPERATURE
-from weft.outputs import Output
-from weft.padding import pad
 from weft.proofs import assert_equal
-from weft.sampling import SamplingParams
-from weft.state import Drafting, State, admit, advance, copy_pages, resolve
 from weft.transforms.graphs.graphify import graphify
-from weft.trees import tree_leaves
+from weft.values.donation import clone
+from weft.values.trees import tree_leaves
 
 FAST = settings(deadline=None, max_examples=80)
 ROWS = 5

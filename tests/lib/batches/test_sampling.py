@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from weft.donation import clone
+from weft.batches.sampling import SamplingParams, check_tokens, for_request
+from weft.batches.sampling_rows import SamplingTable, features, write_rows
 from weft.errors import RequestError
 from weft.ops.sampling.logits import (
     ALLOWED,
@@ -28,8 +29,7 @@ from weft.ops.sampling.logits import (
 )
 from weft.proofs import assert_equal
 from weft.proofs.strategies import sampling_params
-from weft.sampling import SamplingParams, check_tokens, for_request
-from weft.sampling_table import SamplingTable, features, write_rows
+from weft.values.donation import clone
 
 FAST = settings(deadline=None, max_examples=60)
 VOCAB = 40

@@ -17,14 +17,14 @@ from torch.func import grad, hessian, jvp, vmap
 
 import weft
 from weft import transforms
-from weft.donation import clone, donatable, donate, donated_argnames, donates, refuse_donated
+from weft.batches.state import State
 from weft.errors import ArgumentError, DonatedError
 from weft.proofs import assert_equal
 from weft.proofs.evidence.pages.reference import names_of
-from weft.state import State
 from weft.transforms.pipelines.parts import join, split
 from weft.transforms.transform import Carried
-from weft.trees import OF_THIS_VALUE, pytree, static, tree_leaves, tree_map
+from weft.values.donation import clone, donatable, donate, donated_argnames, donates, refuse_donated
+from weft.values.trees import OF_THIS_VALUE, pytree, static, tree_leaves, tree_map
 
 INSTEAD = "use the value that it returned, or pass a copy (weft.clone) to keep the old one"
 

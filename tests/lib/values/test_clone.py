@@ -11,10 +11,10 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import weft
-from weft import donation
-from weft.donation import clone
 from weft.proofs import assert_equal
 from weft.proofs._strategies.captures.tensor_programs import ALIASES
+from weft.values import donation
+from weft.values.donation import clone
 
 # Views whose memory is not what it seems, beside the ways in which arguments alias.
 LAZY = ("{base}.conj()", "torch.imag({base}.conj())", "{base}.view(torch.uint8)", "{base}[:0]")
@@ -114,7 +114,7 @@ def each_alone(tensors: Any) -> list[list[Tensor]]:
 
 
 def without_a_memo(tree: Any) -> Any:
-    return weft.trees.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree)
+    return weft.values.trees.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree)
 
 
 @pytest.mark.parametrize(

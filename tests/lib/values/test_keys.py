@@ -11,7 +11,7 @@ import attrs
 import pytest
 import torch
 
-from weft.value_keys import value_key
+from weft.values.keys import value_key
 
 
 class Word(str):

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import attrs
 from torch import Tensor, nn
 
-from weft.value_keys import value_key
+from weft.values.keys import value_key
 
 # The attributes of a module in which torch keeps tensors and parts.
 _MEMBERS = ("_parameters", "_buffers", "_modules")

@@ -5,10 +5,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from weft.descriptor import arguments_of, check_descriptor
-from weft.donation import refuse_donated_in
+from weft.batches.descriptor import arguments_of, check_descriptor
 from weft.errors import DescriptorError
-from weft.trees import Axes, find_descriptors, leaf_axes, map_sized
+from weft.values.donation import refuse_donated_in
+from weft.values.trees import Axes, find_descriptors, leaf_axes, map_sized
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ def pad(tree: T, descriptor: Any) -> T:
 
     Args:
         tree: a batch, intermediate tensors, or any tree that holds sized values (see
-            `weft.trees.axes`).
+            `weft.values.trees.axes`).
         descriptor: must cover the descriptor of each batch in the tree.
 
     Returns:
@@ -63,8 +63,8 @@ def pad(tree: T, descriptor: Any) -> T:
             allows.
         DonatedError: a tensor was donated.
 
-    >>> from weft.batch import Batch
-    >>> from weft.descriptor import BatchDescriptor
+    >>> from weft.batches.batch import Batch
+    >>> from weft.batches.descriptor import BatchDescriptor
     >>> pad(Batch.decode([4, 7]), BatchDescriptor.uniform(4)).rows.tolist()
     [4, 7, -1, -1]
     """

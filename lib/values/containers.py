@@ -9,7 +9,7 @@ import attrs
 from torch import Size, Tensor
 
 from weft.torchapi.private import pytree_node
-from weft.trees import node_fields, tree_leaves, tree_map
+from weft.values.trees import node_fields, tree_leaves, tree_map
 
 
 def opened(tree: Any) -> Any:

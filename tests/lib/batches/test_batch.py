@@ -9,14 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from weft.batch import LAST_TOKEN, Batch, ResolvedBatch
-from weft.descriptor import BatchDescriptor, is_uniform
+from weft.batches.batch import LAST_TOKEN, Batch, ResolvedBatch
+from weft.batches.descriptor import BatchDescriptor, is_uniform
+from weft.batches.outputs import PerRequest, PerToken
+from weft.batches.padding import pad
+from weft.batches.sampling import SamplingParams
+from weft.batches.state import State, admit, resolve
 from weft.errors import DescriptorError, ProgramError
-from weft.outputs import PerRequest, PerToken
-from weft.padding import pad
-from weft.sampling import SamplingParams
-from weft.state import State, admit, resolve
-from weft.trees import leaves_with_names, sized_fields
+from weft.values.trees import leaves_with_names, sized_fields
 
 FAST = settings(deadline=None, max_examples=60)
 IDS = st.lists(st.lists(st.integers(LAST_TOKEN, 99), min_size=1, max_size=4), max_size=5)

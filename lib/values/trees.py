@@ -1,7 +1,7 @@
 """Frozen attrs classes as pytrees, and the functions on trees that weft uses.
 
 A *sized* class declares, for each tensor field, which dimensions have a size that the batch
-descriptor gives (`axes`). `weft.padding` pads and unpads any tree of such classes.
+descriptor gives (`axes`). `weft.batches.padding` pads and unpads any tree of such classes.
 """
 
 from collections import defaultdict
@@ -16,7 +16,7 @@ from torch import Size, Tensor
 from weft.arguments.checks import kind_of
 from weft.errors import DescriptorError, TreeError
 from weft.torchapi.private import children_of, pytree as _pytree, pytree_node, unnamed_children
-from weft.value_keys import EXACT, value_key
+from weft.values.keys import EXACT, value_key
 
 C = TypeVar("C", bound=type)
 T = TypeVar("T")

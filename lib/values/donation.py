@@ -14,7 +14,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.containers import changed_container, containers_in
 from weft.errors import ArgumentError, DonatedError
 from weft.torchapi.private import (
     in_functorch_transform,
@@ -24,7 +23,8 @@ from weft.torchapi.private import (
     seen_as,
     storage_id,
 )
-from weft.trees import (
+from weft.values.containers import changed_container, containers_in
+from weft.values.trees import (
     built,
     class_fields,
     leaves_with_names,

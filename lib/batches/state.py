@@ -8,18 +8,18 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.batch import Batch, ResolvedBatch, continues, owners_of
-from weft.carried import Carried
+from weft.batches.batch import Batch, ResolvedBatch, continues, owners_of
+from weft.batches.carried import Carried
+from weft.batches.outputs import Output, PerRequest
+from weft.batches.sampling import SamplingParams
+from weft.batches.sampling_rows import MAX_BIASED, SamplingTable, write_rows
 from weft.display.summary import Summarized
-from weft.donation import donatable, donates
 from weft.errors import RequestError
 from weft.ops.requests import move_on, resolve_tokens
 from weft.ops.sampling.sample import count_tokens
-from weft.outputs import Output, PerRequest
-from weft.sampling import SamplingParams
-from weft.sampling_table import MAX_BIASED, SamplingTable, write_rows
 from weft.torchapi.private import to_device
-from weft.trees import OF_THIS_VALUE, pytree
+from weft.values.donation import donatable, donates
+from weft.values.trees import OF_THIS_VALUE, pytree
 
 
 @pytree
@@ -208,14 +208,14 @@ def admit(
     """Start requests in rows of the state: their pages, sampling parameters, and first positions.
 
     A request that starts at its first token carries the default values; one that starts later
-    carries the values in the snapshot of its last full page (`weft.carried.Carried`).
+    carries the values in the snapshot of its last full page (`weft.batches.carried.Carried`).
 
     Args:
         state: donated.
         rows: the row of each request.
         pages: the pages that each request may fill, in order.
         sampling: each request's parameters, with its seed and all tokens that end it
-            (`weft.sampling.for_request`).
+            (`weft.batches.sampling.for_request`).
         prompts: each request's token ids, which penalties count; EMBEDDED (-2) in place of an
             embedding.
         generated: the tokens that each request generated before it was preempted, and now reads

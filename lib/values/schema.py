@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import ProgramError
-from weft.trees import TreeSpec, leaf_axes, leaves_with_names, tree_flatten
+from weft.values.trees import TreeSpec, leaf_axes, leaves_with_names, tree_flatten
 
 _DTYPES: dict[str, torch.dtype] = {
     name: x for name, x in vars(torch).items() if isinstance(x, torch.dtype)

@@ -10,7 +10,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.batch import EMBEDDED
+from weft.batches.batch import EMBEDDED
+from weft.batches.sampling import SamplingParams, check_tokens
 from weft.display.summary import Summarized
 from weft.errors import RequestError
 from weft.ops.sampling.logits import (
@@ -26,9 +27,8 @@ from weft.ops.sampling.logits import (
     Rules,
     pack_bits,
 )
-from weft.sampling import SamplingParams, check_tokens
 from weft.torchapi.private import to_device
-from weft.trees import pytree
+from weft.values.trees import pytree
 
 T = TypeVar("T")
 
@@ -130,7 +130,7 @@ def write_rows(
     """Write requests into rows of a table, in place.
 
     Args:
-        params: each request's parameters, as `weft.sampling.for_request` returns them.
+        params: each request's parameters, as `weft.batches.sampling.for_request` returns them.
         prompts: each request's token ids; EMBEDDED (-2) is not counted.
         generated: the token ids that a preempted request had generated before.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.errors import CaptureError
 from weft.torchapi.private import in_dispatch_mode
-from weft.trees import Axes, map_sized, replaced
+from weft.values.trees import Axes, map_sized, replaced
 
 # The start and the end of a part along each axis, by the axis name.
 Spans = Mapping[str, tuple[int, int]]

@@ -9,14 +9,22 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from weft.batch import Batch
-from weft.descriptor import BatchDescriptor
+from weft.batches.batch import Batch
+from weft.batches.descriptor import BatchDescriptor
+from weft.batches.outputs import IntermediateTensors, Output
+from weft.batches.padding import inert, pad, padded_shape, unpad, write_padded
+from weft.batches.state import State, resolve
 from weft.errors import DescriptorError
-from weft.outputs import IntermediateTensors, Output
-from weft.padding import inert, pad, padded_shape, unpad, write_padded
 from weft.proofs import assert_equal
-from weft.state import State, resolve
-from weft.trees import Axes, axes, descriptor_field, find_descriptors, leaf_axes, pytree, static
+from weft.values.trees import (
+    Axes,
+    axes,
+    descriptor_field,
+    find_descriptors,
+    leaf_axes,
+    pytree,
+    static,
+)
 
 FAST = settings(deadline=None, max_examples=60)
 

@@ -8,11 +8,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.batch import ResolvedBatch
+from weft.batches.batch import ResolvedBatch
+from weft.batches.outputs import PerRequest
 from weft.display.summary import Summarized
-from weft.outputs import PerRequest
 from weft.torchapi.private import in_functorch_transform, to_device
-from weft.trees import pytree
+from weft.values.trees import pytree
 
 
 @pytree

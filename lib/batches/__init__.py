@@ -1,0 +1,1 @@
+"""Batches of requests, their shape classes, and the state that they step."""
