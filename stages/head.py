@@ -21,15 +21,16 @@ import torch
 from torch import Tensor
 
 from weft.arguments.checks import kind_of
-from weft.batches.batch import DRAFT, Batch, ResolvedBatch, continues, find_owners
+from weft.batches.batch import Batch, ResolvedBatch, continues
 from weft.batches.outputs import Output, PerToken
-from weft.batches.sampling_rows import SamplingTable
 from weft.batches.state import State
 from weft.errors import ProgramError, RequestError
 from weft.ops.norm import rms_norm
 from weft.ops.products.linear import linear
 from weft.ops.products.parts import sum_parts
+from weft.ops.requests import DRAFT, find_owners
 from weft.ops.sampling.sample import sample_rows, token_logprobs
+from weft.ops.sampling.table import SamplingTable
 from weft.settings import is_batch_invariant
 from weft.stages.config import ModelConfig
 from weft.stages.custom.functions import ChangeLogits, LogitsAt

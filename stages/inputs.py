@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.batches.batch import EMBEDDED, Batch, ResolvedBatch
+from weft.batches.batch import Batch, ResolvedBatch
 from weft.batches.descriptor import BatchDescriptor
 from weft.batches.outputs import IntermediateTensors
 from weft.batches.state import State, resolve
 from weft.errors import DescriptorError, ProgramError, WeftError
+from weft.ops.requests import EMBEDDED
 from weft.stages.attention.rope import position_fault
 from weft.stages.layout import StageLayout
 from weft.stages.params import DecoderParams, head_fault

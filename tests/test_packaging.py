@@ -25,8 +25,25 @@ PACKAGES = {
     "proofs": "weft.proofs",
 }
 FOLDERS = tuple(PACKAGES)
-# The rooms of `transforms`, from the ground up: none imports from one that comes later.
-ROOMS = ("graphs", "pipelines", "engine", "server", "cli")
+# The rooms of a package, from the ground up: none imports from one that comes later. A module that
+# lies directly in the package is a room too.
+ROOMS = {
+    "weft": (
+        "errors",
+        "extras",
+        "blocks",
+        "arguments",
+        "torchapi",
+        "settings",
+        "values",
+        "display",
+        "meshes",
+        "effects",
+        "ops",
+        "batches",
+    ),
+    "weft.transforms": ("graphs", "pipelines", "engine", "server", "cli"),
+}
 LOOK_DOWN = {"weft", "weft.__main__"}
 OPTIONAL = {
     "triton",
@@ -265,21 +282,25 @@ def test_imports_point_one_way() -> None:
     )
 
 
-def test_rooms_of_transforms_stand_one_on_the_other() -> None:
-    def floor(name: str) -> int:
-        room = (
-            name.removeprefix("weft.transforms.").split(".")
-            if name.startswith("weft.transforms.")
-            else [""]
-        )[0]
-        return ROOMS.index(room) if room in ROOMS else -1
+@pytest.mark.parametrize("package", ROOMS)
+def test_rooms_stand_one_on_the_other(package: str) -> None:
+    rooms = ROOMS[package]
 
-    upwards = [
-        record
-        for record in own_imports()
-        if record.at != "weft.transforms" and floor(record.at) < floor(target(record))
-    ]
-    assert listed([record for record in upwards if floor(record.at) >= 0]) == ""
+    def floor(name: str) -> int:
+        room = name.removeprefix(f"{package}.").partition(".")[0]
+        return rooms.index(room) if room in rooms else -1
+
+    upwards = [record for record in own_imports() if 0 <= floor(record.at) < floor(target(record))]
+    assert listed(upwards) == ""
+
+
+def test_every_room_of_lib_has_its_place() -> None:
+    rooms = {
+        source.name.split(".")[1]
+        for source in sources().values()
+        if source.folder == "lib" and "." in source.name
+    }
+    assert rooms == {*ROOMS["weft"], "__main__"}
 
 
 def test_imports_do_not_run_in_circles() -> None:

@@ -15,18 +15,9 @@ from weft.batches.outputs import PerRequest, PerToken
 from weft.batches.splitting import cut_sized, find_bounds, read_starts
 from weft.display.summary import Summarized
 from weft.errors import DescriptorError, ProgramError
+from weft.ops.requests import DRAFT, EMBEDDED, LAST_TOKEN, find_owners
 from weft.torchapi.private import to_device
 from weft.values.trees import OF_THIS_VALUE, axes, descriptor_field, pytree
-
-LAST_TOKEN = -1
-"""In `Batch.input_ids`: the request's last sampled token, which only the state knows."""
-
-EMBEDDED = -2
-"""In `Batch.input_ids`: a token without an id; its embedding is in `Batch.inputs_embeds`."""
-
-DRAFT = -3
-"""In `Batch.input_ids`: a place for a draft, which the step itself fills in. It is no token's id, so
-a place that is left as it is never equals a sampled token."""
 
 # In `Batch.positions`: the token's place in its request plus the request's mRoPE delta.
 IN_ORDER = -1
@@ -238,22 +229,6 @@ def owners_of(batch: Batch) -> tuple[Tensor, Tensor]:
     """The request that each token belongs to, and the token's place in it (see
     `find_owners`)."""
     return find_owners(batch.query_start_loc, len(batch.input_ids))
-
-
-def find_owners(query_start_loc: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """The request that each token belongs to, and its place among that request's tokens, both
-    [num_tokens].
-
-    Tokens after the end of `query_start_loc` [num_reqs + 1] int32 belong to no request; they are
-    given the last one.
-    """
-    starts = query_start_loc
-    index = torch.arange(num_tokens, device=starts.device, dtype=starts.dtype)
-    # `right=True`: a token at a boundary belongs to the request that starts there.
-    owner = torch.searchsorted(starts[1:].contiguous(), index, right=True).clamp(
-        max=len(starts) - 2
-    )
-    return owner, index - starts[owner]
 
 
 def _as_list(call: str, name: str, value: Any, *, of_numbers: bool = True) -> list[Any]:

@@ -11,11 +11,6 @@ from weft.arguments.checks import is_int
 from weft.display.tables import strip, text, titled
 from weft.errors import DescriptorError
 
-# Where attention can run: in no graph; eagerly between two graphs; inside the graph of a decode
-# with one token for each request; of any uniform decode; of any batch. Each includes those before.
-CAPABILITIES = ("none", "piecewise", "uniform_single_token", "uniform", "full")
-
-
 F = TypeVar("F", bound=Callable[..., Any])
 _CHECK = "__weft_check_descriptor__"
 

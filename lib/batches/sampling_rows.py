@@ -1,19 +1,15 @@
-"""`SamplingTable`: the sampling parameters of a state's requests on the device, and the function
-that writes them."""
+"""How the `SamplingParams` of requests are written to the rows of a `SamplingTable`."""
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Self, TypeVar
+from typing import TypeVar
 
-import attrs
 import torch
-from torch import Tensor
 
-from weft.batches.batch import EMBEDDED
 from weft.batches.sampling import SamplingParams, check_tokens
-from weft.display.summary import Summarized
 from weft.errors import RequestError
+from weft.ops.requests import EMBEDDED
 from weft.ops.sampling.logits import (
     ALLOWED,
     BIAS,
@@ -24,11 +20,10 @@ from weft.ops.sampling.logits import (
     MOST_COUNTED,
     PENALTIES,
     STOPS,
-    Rules,
     pack_bits,
 )
+from weft.ops.sampling.table import SamplingTable
 from weft.torchapi.private import to_device
-from weft.values.trees import pytree
 
 T = TypeVar("T")
 
@@ -36,67 +31,6 @@ T = TypeVar("T")
 _LEAST_TOP_P = 1e-30
 # The most tokens that a request may bias, as in OpenAI's API.
 MAX_BIASED = 300
-
-
-@pytree
-@attrs.frozen(eq=False, repr=False)
-class SamplingTable(Summarized):
-    """One row for each request, and a last scratch row.
-
-    Only a stage that samples has tables as wide as the vocabulary; on others the width is 0. The
-    parts that a row's features (`features`) do not use may hold anything.
-
-    Args:
-        floats: [rows, len(FLOATS)] float32; `weft.ops.sampling.logits` names the columns.
-        ints: [rows, len(INTS)] int64, likewise.
-        allowed: [rows, ceil(vocab_size / 32)] int32, a bit for each token that may be drawn.
-        stops: the same for tokens that end the request.
-        bias_ids: [rows, max_biased] int32; -1: no token.
-        bias: [rows, max_biased] float32.
-        counts: [rows, vocab_size] int16, the number of times that a token was generated, plus
-            `IN_PROMPT`.
-    """
-
-    floats: Tensor
-    ints: Tensor
-    allowed: Tensor
-    stops: Tensor
-    bias_ids: Tensor
-    bias: Tensor
-    counts: Tensor
-
-    @classmethod
-    def zeros(
-        cls, num_rows: int, vocab_size: int, max_biased: int, device: torch.device | str
-    ) -> Self:
-        """A table whose rows are greedy and use no feature."""
-        words = -(-vocab_size // 32)
-        if vocab_size:
-            biased = max_biased
-        else:
-            biased = 0
-
-        def zeros(width: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(num_rows, width, dtype=dtype, device=device)
-
-        return cls(
-            zeros(len(FLOATS), torch.float32),
-            zeros(len(INTS), torch.int64),
-            zeros(words, torch.int32),
-            zeros(words, torch.int32),
-            zeros(biased, torch.int32),
-            zeros(biased, torch.float32),
-            zeros(vocab_size, torch.int16),
-        )
-
-    @property
-    def vocab_size(self) -> int:
-        """The size of the vocabulary on the stage that samples; 0 on others."""
-        return self.counts.shape[1]
-
-    def rules(self, rows: Tensor) -> Rules:
-        """The rules in some rows [num_reqs] int64."""
-        return Rules(*(getattr(self, field.name)[rows] for field in attrs.fields(type(self))))
 
 
 def features(params: SamplingParams) -> int:

@@ -12,11 +12,12 @@ from weft.batches.batch import Batch, ResolvedBatch, continues, owners_of
 from weft.batches.carried import Carried
 from weft.batches.outputs import Output, PerRequest
 from weft.batches.sampling import SamplingParams
-from weft.batches.sampling_rows import MAX_BIASED, SamplingTable, write_rows
+from weft.batches.sampling_rows import MAX_BIASED, write_rows
 from weft.display.summary import Summarized
 from weft.errors import RequestError
 from weft.ops.requests import move_on, resolve_tokens
 from weft.ops.sampling.sample import count_tokens
+from weft.ops.sampling.table import SamplingTable
 from weft.torchapi.private import to_device
 from weft.values.donation import donatable, donates
 from weft.values.trees import OF_THIS_VALUE, pytree

@@ -15,7 +15,6 @@ from torch import Tensor
 from weft.arguments.checks import kind_of
 from weft.errors import MeshError
 from weft.meshes.mesh import Mesh, coordinates_of, group_of
-from weft.ops.products.parts import balanced
 
 # The functions that combine the values of two ranks.
 REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -23,6 +22,17 @@ REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "max": torch.maximum,
     "min": torch.minimum,
 }
+
+
+def balanced(add: Callable[[Tensor, Tensor], Tensor], xs: Sequence[Tensor]) -> Tensor:
+    """Combine the tensors with `add` as a balanced tree: `(x0 + x1) + (x2 + x3)`.
+
+    If their number is a power of two, several ranks may each add an equal share of them, and then
+    add the ranks' sums in the same way.
+    """
+    while len(xs) > 1:
+        xs = [add(*xs[i : i + 2]) if i + 1 < len(xs) else xs[i] for i in range(0, len(xs), 2)]
+    return xs[0]
 
 
 def reduced(inputs: Sequence[Tensor], reduce_op: str) -> Tensor:

@@ -1,5 +1,5 @@
 """The table of requests: `weft::resolve_tokens` reads it before a step, and `weft::move_on` writes
-it after.
+it after; and the ids below 0, which stand for tokens whose ids the host does not have.
 
 Each is one operator, because torch's own operations would take dozens of launches.
 """
@@ -10,8 +10,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.batches.batch import DRAFT, LAST_TOKEN, find_owners
 from weft.ops.register import operator
+
+LAST_TOKEN = -1
+"""In `Batch.input_ids`: the request's last sampled token, which only the state knows."""
+
+EMBEDDED = -2
+"""In `Batch.input_ids`: a token without an id; its embedding is in `Batch.inputs_embeds`."""
+
+DRAFT = -3
+"""In `Batch.input_ids`: a place for a draft, which the step itself fills in. It is no token's id, so
+a place that is left as it is never equals a sampled token."""
+
+
+def find_owners(query_start_loc: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """The request that each token belongs to, and its place among that request's tokens, both
+    [num_tokens].
+
+    Tokens after the end of `query_start_loc` [num_reqs + 1] int32 belong to no request; they are
+    given the last one.
+    """
+    starts = query_start_loc
+    index = torch.arange(num_tokens, device=starts.device, dtype=starts.dtype)
+    # `right=True`: a token at a boundary belongs to the request that starts there.
+    owner = torch.searchsorted(starts[1:].contiguous(), index, right=True).clamp(
+        max=len(starts) - 2
+    )
+    return owner, index - starts[owner]
 
 
 def _empty_resolved(rows: Tensor, input_ids: Tensor, block_table: Tensor) -> tuple[Tensor, ...]:

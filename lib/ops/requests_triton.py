@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.batches.batch import DRAFT, LAST_TOKEN
 from weft.ops.kernel_triton import begin, early, kernel
+from weft.ops.requests import DRAFT, LAST_TOKEN
 from weft.ops.tiles.tile import cdiv
 
 _LAST_TOKEN, _DRAFT = tl.constexpr(LAST_TOKEN), tl.constexpr(DRAFT)

@@ -5,8 +5,9 @@ from collections.abc import Iterable, Sequence
 
 from hypothesis import strategies as st
 
-from weft.batches.batch import LAST_TOKEN, Batch
+from weft.batches.batch import Batch
 from weft.batches.descriptor import BatchDescriptor
+from weft.ops.requests import LAST_TOKEN
 from weft.transforms.graphs.ladder import Limits, lora_rungs
 
 

@@ -7,9 +7,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft.batches.batch import LAST_TOKEN, Batch
+from weft.batches.batch import Batch
 from weft.batches.sampling import SamplingParams
 from weft.batches.state import State, admit
+from weft.ops.requests import LAST_TOKEN
 from weft.proofs._strategies.engine.adapters import hold_adapters, slots
 from weft.proofs._strategies.engine.embeds import images, with_mrope
 from weft.proofs._strategies.sampling import sampling_params

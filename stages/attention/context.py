@@ -6,9 +6,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from weft.batches.batch import ResolvedBatch, find_owners
+from weft.batches.batch import ResolvedBatch
 from weft.ops.attention.backends import AttentionBackend
 from weft.ops.attention.paged import paged_attention
+from weft.ops.requests import find_owners
 from weft.stages.config import ModelConfig
 from weft.stages.params import LayerParams
 

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from weft.arguments.checks import Rule, check_values, is_int, other_signature
 from weft.batches.batch import Batch, ResolvedBatch
-from weft.batches.descriptor import CAPABILITIES
 from weft.batches.outputs import IntermediateTensors, Output
 from weft.batches.state import State
 from weft.errors import ProgramError
 from weft.ops.attention.backends import (
+    CAPABILITIES,
     AttentionBackend,
     can_run_inside,
     check_kernel_pages,
@@ -172,7 +172,8 @@ class StageFunctions:
 
 
 def capability_of(functions: StageFunctions) -> str:
-    """The graphs in which the attention can run, one of `weft.batches.descriptor.CAPABILITIES`."""
+    """The graphs in which the attention can run, one of
+    `weft.ops.attention.backends.CAPABILITIES`."""
     return min(
         (backend.capability for backend in functions._backends),
         key=CAPABILITIES.index,

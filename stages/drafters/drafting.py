@@ -12,19 +12,12 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.batches.batch import (
-    DRAFT,
-    LAST_TOKEN,
-    SCRATCH_ROW,
-    Batch,
-    ResolvedBatch,
-    continues,
-    owners_of,
-)
+from weft.batches.batch import SCRATCH_ROW, Batch, ResolvedBatch, continues, owners_of
 from weft.batches.descriptor import BatchDescriptor
 from weft.batches.outputs import IntermediateTensors, Output
 from weft.batches.state import State, resolve
 from weft.errors import DerivativeError
+from weft.ops.requests import DRAFT, LAST_TOKEN
 from weft.ops.sampling.logits import FEATURES, PENALTIES, SEED, TEMPERATURE
 from weft.ops.sampling.ngram import find_drafts
 from weft.ops.sampling.sample import sample

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from weft.batches.batch import EMBEDDED
+from weft.ops.requests import EMBEDDED
 from weft.proofs import LawViolation
 from weft.proofs._laws.engine.bits import bits_are_of_the_request
 from weft.proofs._strategies.engine.invariant import (

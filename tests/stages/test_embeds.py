@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from weft.batches.batch import EMBEDDED, LAST_TOKEN, Batch
+from weft.batches.batch import Batch
 from weft.batches.state import State, advance
 from weft.errors import DescriptorError
+from weft.ops.requests import EMBEDDED, LAST_TOKEN
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
 from weft.stages.decoder import decoder_stage

@@ -8,12 +8,13 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import weft
-from weft.batches.batch import LAST_TOKEN, Batch
+from weft.batches.batch import Batch
 from weft.batches.descriptor import BatchDescriptor
 from weft.batches.outputs import Output
 from weft.batches.padding import pad, unpad
 from weft.batches.sampling import SamplingParams
 from weft.batches.state import advance
+from weft.ops.requests import LAST_TOKEN
 from weft.ops.sampling.logits import pack_bits
 from weft.ops.sampling.sample import sample, token_logprobs
 from weft.proofs import assert_equal

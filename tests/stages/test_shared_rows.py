@@ -11,13 +11,14 @@ from configs import QWEN3, SMALL, parse
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, func
 
-from weft.batches.batch import LAST_TOKEN, Batch
+from weft.batches.batch import Batch
 from weft.batches.outputs import Output
 from weft.batches.sampling import SamplingParams
 from weft.batches.state import Drafting, State, admit
 from weft.meshes.collectives import AllGather, AllToAll, Collective
 from weft.meshes.mesh import Mesh
 from weft.meshes.placements import PerRank, Replicate, Shard
+from weft.ops.requests import LAST_TOKEN
 from weft.ops.sampling.logits import pack_bits, unpack_bits
 from weft.ops.sampling.sample import sample_rows
 from weft.settings import batch_invariant

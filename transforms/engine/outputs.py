@@ -11,8 +11,8 @@ import attrs
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from weft.batches.batch import LAST_TOKEN
 from weft.errors import EngineError, ProgramError, RequestError, WeftError
+from weft.ops.requests import LAST_TOKEN
 from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.detokenizing import special_ids
 from weft.transforms.engine.requests.host_state import Request, find_open

@@ -11,8 +11,8 @@ from collections.abc import Container, Iterable, Sequence
 
 import attrs
 
-from weft.batches.batch import LAST_TOKEN
 from weft.errors import RequestError
+from weft.ops.requests import LAST_TOKEN
 from weft.transforms.engine.requests.host_state import (
     Budget,
     HostState,

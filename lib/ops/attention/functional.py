@@ -7,10 +7,10 @@ also be captured in a graph and mapped by `vmap`.
 import torch
 from torch import Tensor
 
-from weft.batches.batch import find_owners
 from weft.errors import DerivativeError
 from weft.ops.products.fp8 import as_kept
 from weft.ops.products.parts import widened
+from weft.ops.requests import find_owners
 
 
 def keep(k: Tensor, v: Tensor, slot_mapping: Tensor, kv_pages: Tensor) -> Tensor:

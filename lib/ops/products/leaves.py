@@ -13,7 +13,8 @@ import operator as arithmetic
 import torch
 from torch import Tensor
 
-from weft.ops.products.parts import balanced, sum_parts, widened
+from weft.meshes.placements import balanced
+from weft.ops.products.parts import sum_parts, widened
 from weft.ops.register import operator
 
 

@@ -8,8 +8,6 @@ Leaves are parts that are added as a balanced tree instead (`weft.ops.products.l
 each rank may have some of them.
 """
 
-from collections.abc import Callable, Sequence
-
 import torch
 from torch import Tensor
 
@@ -34,17 +32,6 @@ def widened(x: Tensor) -> Tensor:
     if x.dtype == torch.float64:
         return x
     return x.float()
-
-
-def balanced(add: Callable[[Tensor, Tensor], Tensor], xs: Sequence[Tensor]) -> Tensor:
-    """Combine the tensors with `add` as a balanced tree: `(x0 + x1) + (x2 + x3)`.
-
-    If their number is a power of two, several ranks may each add an equal share of them, and then
-    add the ranks' sums in the same way.
-    """
-    while len(xs) > 1:
-        xs = [add(*xs[i : i + 2]) if i + 1 < len(xs) else xs[i] for i in range(0, len(xs), 2)]
-    return xs[0]
 
 
 def num_parts(x: Tensor) -> int:

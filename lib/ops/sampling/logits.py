@@ -40,7 +40,7 @@ MOST_COUNTED = (1 << 15) - 1
 
 @attrs.frozen(eq=False)
 class Rules:
-    """The rows of a `weft.batches.sampling_rows.SamplingTable` for some requests, in the requests'
+    """The rows of a `weft.ops.sampling.table.SamplingTable` for some requests, in the requests'
     order.
 
     An int32 mask holds one bit per token, the lowest bit first.

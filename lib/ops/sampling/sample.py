@@ -11,7 +11,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.batches.sampling_rows import SamplingTable
 from weft.errors import RequestError
 from weft.ops.products.parts import widened
 from weft.ops.register import operator
@@ -26,6 +25,7 @@ from weft.ops.sampling.logits import (
     scale,
 )
 from weft.ops.sampling.splitmix import exponential, random_bits
+from weft.ops.sampling.table import SamplingTable
 
 
 def _choose(

@@ -24,10 +24,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.batches.sampling_rows import SamplingTable
 from weft.ops.kernel_triton import begin, early, kernel
 from weft.ops.sampling import logits as names
 from weft.ops.sampling.sample_triton import ADJUSTED, FILTERED, Processed, draw, inverse
+from weft.ops.sampling.table import SamplingTable
 from weft.ops.tiles.tile import cdiv, power_of_two
 
 _COLUMNS = 2048

@@ -10,8 +10,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.batches.batch import EMBEDDED
 from weft.batches.sampling import SamplingParams
+from weft.ops.requests import EMBEDDED
 from weft.proofs._laws.engine.completions import check_nothing_is_left, run
 from weft.proofs._strategies.engine.engines import Call, adapters_of
 from weft.proofs._strategies.engine.invariant import MAX_LEN, InvariantLoad, invariant_model

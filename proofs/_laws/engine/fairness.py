@@ -4,7 +4,7 @@ ends, and steps keep their time limit. Checked on the host, for any tokens."""
 import itertools
 from collections.abc import Sequence
 
-from weft.batches.batch import LAST_TOKEN
+from weft.ops.requests import LAST_TOKEN
 from weft.proofs._strategies.engine.traces import Trace
 from weft.proofs.checks.difference import LawViolation
 from weft.proofs.serving import happen, read_made_up

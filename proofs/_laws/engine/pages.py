@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 import attrs
 
-from weft.batches.batch import LAST_TOKEN
+from weft.ops.requests import LAST_TOKEN
 from weft.proofs._strategies.engine.traces import Trace
 from weft.proofs.checks.difference import LawViolation
 from weft.proofs.serving import check_ends, happen, read_made_up

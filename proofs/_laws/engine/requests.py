@@ -10,9 +10,10 @@ from torch import Tensor
 
 from weft.batches.descriptor import BatchDescriptor
 from weft.batches.outputs import Output
-from weft.batches.sampling_rows import SamplingTable, write_rows
+from weft.batches.sampling_rows import write_rows
 from weft.batches.state import advance
 from weft.ops.sampling.sample import sample_rows
+from weft.ops.sampling.table import SamplingTable
 from weft.proofs._laws.compare import whole
 from weft.proofs._strategies.models import Move, Scenario
 from weft.proofs.checks.difference import LawViolation, assert_equal, visible

@@ -7,8 +7,9 @@ from itertools import zip_longest
 import attrs
 import torch
 
-from weft.batches.batch import LAST_TOKEN, Batch
+from weft.batches.batch import Batch
 from weft.batches.state import State, admit, advance
+from weft.ops.requests import LAST_TOKEN
 from weft.proofs._strategies.engine.traces import Trace
 from weft.proofs.checks.difference import LawViolation, assert_equal
 from weft.proofs.serving import Window, serve

@@ -5,7 +5,7 @@ import attrs
 import torch
 from hypothesis import strategies as st
 
-from weft.batches.batch import EMBEDDED
+from weft.ops.requests import EMBEDDED
 from weft.stages.config import ModelConfig
 from weft.transforms.engine.requests.prompts import EmbedsPrompt
 

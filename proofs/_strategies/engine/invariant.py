@@ -8,7 +8,7 @@ import attrs
 import torch
 from hypothesis import strategies as st
 
-from weft.batches.batch import EMBEDDED
+from weft.ops.requests import EMBEDDED
 from weft.proofs._strategies.engine.embeds import images
 from weft.proofs._strategies.engine.engines import VOCABULARY, Call, Load, loads
 from weft.stages.config import parse_config

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from tokenizers import decoders
 
-from weft.batches.batch import EMBEDDED
+from weft.ops.requests import EMBEDDED
 from weft.ops.sampling.logits import pack_bits
 from weft.proofs._strategies.engine.drafts import Drafts, lookups, models
 from weft.proofs._strategies.engine.engines import (

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from weft.batches.batch import Batch, continues
 from weft.batches.outputs import Output
-from weft.batches.sampling_rows import SamplingTable
 from weft.batches.state import State, _advance_verified
 from weft.ops.sampling.sample import sample_rows
+from weft.ops.sampling.table import SamplingTable
 from weft.proofs.evidence.mutants.mutant import Mutant, replace
 from weft.proofs.evidence.runs.suite import find
 from weft.stages.head import count_right

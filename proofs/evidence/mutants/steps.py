@@ -13,11 +13,11 @@ from torch import Tensor
 from weft.batches.batch import Batch
 from weft.batches.descriptor import BatchDescriptor, Descriptor, arguments_of
 from weft.batches.outputs import Output
-from weft.batches.sampling_rows import SamplingTable
 from weft.batches.state import State, _find_adapters, advance, resolve
 from weft.effects import Effect, Run
 from weft.ops.sampling.logits import SEED
 from weft.ops.sampling.sample import count_tokens, sample_rows
+from weft.ops.sampling.table import SamplingTable
 from weft.proofs.evidence.mutants.mutant import Mutant, replace
 from weft.proofs.evidence.runs.suite import find
 from weft.torchapi.private import in_dispatch_mode

@@ -9,13 +9,14 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from weft.batches.batch import LAST_TOKEN, Batch, ResolvedBatch
+from weft.batches.batch import Batch, ResolvedBatch
 from weft.batches.descriptor import BatchDescriptor, is_uniform
 from weft.batches.outputs import PerRequest, PerToken
 from weft.batches.padding import pad
 from weft.batches.sampling import SamplingParams
 from weft.batches.state import State, admit, resolve
 from weft.errors import DescriptorError, ProgramError
+from weft.ops.requests import LAST_TOKEN
 from weft.values.trees import leaves_with_names, sized_fields
 
 FAST = settings(deadline=None, max_examples=60)

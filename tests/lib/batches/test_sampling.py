@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from weft.batches.sampling import SamplingParams, check_tokens, for_request
-from weft.batches.sampling_rows import SamplingTable, features, write_rows
+from weft.batches.sampling_rows import features, write_rows
 from weft.errors import RequestError
 from weft.ops.sampling.logits import (
     ALLOWED,
@@ -27,6 +27,7 @@ from weft.ops.sampling.logits import (
     TOP_P,
     unpack_bits,
 )
+from weft.ops.sampling.table import SamplingTable
 from weft.proofs import assert_equal
 from weft.proofs.strategies import sampling_params
 from weft.values.donation import clone

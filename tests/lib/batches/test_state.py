@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from weft.batches.batch import LAST_TOKEN, Batch
+from weft.batches.batch import Batch
 from weft.batches.carried import Carried
 from weft.batches.descriptor import BatchDescriptor
 from weft.batches.outputs import Output
@@ -18,6 +18,7 @@ from weft.batches.padding import pad
 from weft.batches.sampling import SamplingParams
 from weft.batches.state import Drafting, State, admit, advance, copy_pages, resolve
 from weft.errors import DonatedError, RequestError, WeftError
+from weft.ops.requests import LAST_TOKEN
 from weft.ops.sampling.logits import IN_PROMPT, MIN_LEN, SEED, TEMPERATURE
 from weft.proofs import assert_equal
 from weft.transforms.graphs.graphify import graphify

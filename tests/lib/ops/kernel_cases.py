@@ -7,8 +7,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.batches.batch import DRAFT
 from weft.ops.products.fp8 import ceil_blocks, reference_quantize
+from weft.ops.requests import DRAFT
 from weft.ops.tiles.tile import Tile
 from weft.stages.attention.rope import Rope, inverse_frequencies, rope_tables
 

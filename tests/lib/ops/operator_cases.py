@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.batches.sampling_rows import SamplingTable
 from weft.meshes.collectives import (
     AllGather,
     AllReduce,
@@ -23,6 +22,7 @@ from weft.ops.products import fp8, gate, leaves, linear, lora
 from weft.ops.products.fp8 import reference_quantize
 from weft.ops.sampling import sample
 from weft.ops.sampling.logits import FEATURES, PENALTIES, REPETITION, TEMPERATURE
+from weft.ops.sampling.table import SamplingTable
 from weft.ops.transfers import transfer
 from weft.settings import batch_invariant
 from weft.values.trees import tree_leaves

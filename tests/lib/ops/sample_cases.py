@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from weft.batches.sampling import SamplingParams
-from weft.batches.sampling_rows import SamplingTable, write_rows
+from weft.batches.sampling_rows import write_rows
 from weft.ops.sampling.sample import sample_rows
+from weft.ops.sampling.table import SamplingTable
 from weft.values.trees import tree_map
 
 VOCAB = 40

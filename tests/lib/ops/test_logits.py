@@ -12,8 +12,9 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from weft.batches.sampling import SamplingParams
-from weft.batches.sampling_rows import SamplingTable, write_rows
+from weft.batches.sampling_rows import write_rows
 from weft.ops.sampling import logits as ops
+from weft.ops.sampling.table import SamplingTable
 from weft.proofs.strategies import sampling_params
 
 transformers = pytest.importorskip("transformers")

@@ -10,10 +10,11 @@ from hypothesis import given, settings, strategies as st
 from sample_cases import VOCAB, make_case, random_logits
 
 from weft.batches.sampling import SamplingParams
-from weft.batches.sampling_rows import SamplingTable, write_rows
+from weft.batches.sampling_rows import write_rows
 from weft.errors import RequestError
 from weft.ops.sampling.logits import ALLOWED, FEATURES, process
 from weft.ops.sampling.sample import count_tokens, sample, sample_rows
+from weft.ops.sampling.table import SamplingTable
 from weft.proofs import assert_equal
 from weft.proofs.strategies import sampling_params
 from weft.values.donation import clone

@@ -10,7 +10,7 @@ from sample_cases import VOCAB, Case, make_case, random_logits
 from torch import Tensor, library
 
 from weft.batches.sampling import SamplingParams
-from weft.batches.sampling_rows import SamplingTable, write_rows
+from weft.batches.sampling_rows import write_rows
 from weft.ops.backends import backends
 from weft.ops.sampling.logits import (
     FEATURES,
@@ -25,6 +25,7 @@ from weft.ops.sampling.logits import (
     process,
 )
 from weft.ops.sampling.sample import count_tokens, sample_rows
+from weft.ops.sampling.table import SamplingTable
 from weft.proofs import assert_equal
 from weft.transforms.graphs.graphify import graphify
 from weft.values.trees import tree_leaves

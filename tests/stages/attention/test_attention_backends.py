@@ -13,9 +13,8 @@ from paged_cases import FIXED, Shape, assert_matches, draw_case
 from torch import Tensor
 
 import weft
-from weft.batches.descriptor import CAPABILITIES
 from weft.errors import CaptureError, DeviceError, LoweredModeWarning, ProgramError, RequestError
-from weft.ops.attention.backends import _BY_HANDLE, BACKENDS, AttentionBackend
+from weft.ops.attention.backends import _BY_HANDLE, BACKENDS, CAPABILITIES, AttentionBackend
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
 from weft.stages.layout import split_layers

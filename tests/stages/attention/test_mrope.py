@@ -14,10 +14,11 @@ from gradients import gradients_as_params, joined, next_token_loss, relative, wo
 from torch import Tensor
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
-from weft.batches.batch import EMBEDDED, Batch
+from weft.batches.batch import Batch
 from weft.batches.outputs import IntermediateTensors
 from weft.batches.state import State, advance
 from weft.errors import DescriptorError
+from weft.ops.requests import EMBEDDED
 from weft.stages import decoder
 from weft.stages.attention import rope
 from weft.stages.attention.rope import mrope_position_delta

@@ -9,9 +9,9 @@ from typing import Any
 import attrs
 import torch
 
-from weft.batches.batch import EMBEDDED
 from weft.batches.sampling import SamplingParams
 from weft.errors import WeftError
+from weft.ops.requests import EMBEDDED
 from weft.stages.adapters.adapter import Adapter
 from weft.stages.choices import pick_experts
 from weft.stages.config import ModelConfig, parse_config

@@ -11,9 +11,9 @@ import pytest
 import torch
 from tokenizers import decoders
 
-from weft.batches.batch import EMBEDDED
 from weft.batches.sampling import SamplingParams
 from weft.errors import LogitsError, RequestError, WeftError
+from weft.ops.requests import EMBEDDED
 from weft.ops.sampling.logits import FLOATS
 from weft.proofs._laws.engine.completions import alone
 from weft.proofs._strategies.engine.engines import VOCABULARY, small_model

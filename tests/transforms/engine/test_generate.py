@@ -21,7 +21,7 @@ from hypothesis import assume, given, settings, strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import weft
-from weft.batches.batch import LAST_TOKEN
+from weft.ops.requests import LAST_TOKEN
 from weft.proofs._strategies.models import ARCHITECTURES, ROPES, moe_fields, window_fields
 from weft.stages.checkpoints.known_models import DEMO
 from weft.transforms.graphs.ladder import MODES

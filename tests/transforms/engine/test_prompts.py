@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import weft
-from weft.batches.batch import EMBEDDED
 from weft.batches.sampling import SamplingParams, for_request
 from weft.errors import RequestError
+from weft.ops.requests import EMBEDDED
 from weft.proofs._strategies.engine.embeds import with_mrope
 from weft.proofs._strategies.engine.engines import small_model
 from weft.stages.model import Model

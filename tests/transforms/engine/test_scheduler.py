@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from weft.batches.batch import LAST_TOKEN
 from weft.batches.sampling import SamplingParams
 from weft.errors import RequestError
+from weft.ops.requests import LAST_TOKEN
 from weft.proofs._laws.engine.fairness import check_time
 from weft.proofs._strategies.engine.traces import step_times
 from weft.transforms.engine.requests.host_state import Budget, HostState, Request, RequestState

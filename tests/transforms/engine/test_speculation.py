@@ -9,9 +9,10 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import weft
-from weft.batches.batch import LAST_TOKEN, Batch
+from weft.batches.batch import Batch
 from weft.batches.sampling import SamplingParams
 from weft.errors import RequestError
+from weft.ops.requests import LAST_TOKEN
 from weft.ops.sampling.logits import pack_bits
 from weft.proofs._strategies.engine.engines import small_model
 from weft.stages.head import read_at

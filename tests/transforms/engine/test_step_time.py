@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 from hypothesis import given, strategies as st
 
-from weft.batches.batch import LAST_TOKEN
 from weft.errors import RequestError
+from weft.ops.requests import LAST_TOKEN
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
 from weft.transforms.engine import step_limit

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.batches.batch import EMBEDDED, Batch, ResolvedBatch
+from weft.batches.batch import Batch, ResolvedBatch
 from weft.batches.outputs import PerToken
 from weft.errors import DescriptorError, ProgramError, RequestError
+from weft.ops.requests import EMBEDDED
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
 from weft.stages.decoder import decoder_stage

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 from refusal import refused
 
-from weft.batches.descriptor import CAPABILITIES, BatchDescriptor as B, Descriptor, is_uniform
+from weft.batches.descriptor import BatchDescriptor as B, Descriptor, is_uniform
 from weft.errors import DescriptorError, LoweredModeWarning
+from weft.ops.attention.backends import CAPABILITIES
 from weft.proofs._strategies.images import Image, Resolution
 from weft.transforms.graphs.dispatch import dispatch
 from weft.transforms.graphs.graphify import graphify

@@ -23,12 +23,13 @@ from refusal import refused
 from torch import Tensor
 
 import weft
-from weft.batches.batch import LAST_TOKEN, Batch
+from weft.batches.batch import Batch
 from weft.batches.descriptor import BatchDescriptor
 from weft.batches.padding import pad
 from weft.batches.sampling import SamplingParams
 from weft.batches.state import State, admit, resolve
 from weft.errors import CaptureError, DescriptorError
+from weft.ops.requests import LAST_TOKEN
 from weft.proofs import assert_equal
 from weft.proofs.strategies import Rows
 from weft.transforms.graphs.graphify import graphify

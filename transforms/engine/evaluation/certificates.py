@@ -11,11 +11,11 @@ import attrs
 
 from weft.arguments.checks import is_int, is_number
 from weft.arguments.json_text import Fields, read_json_lines
-from weft.batches.batch import EMBEDDED
 from weft.batches.sampling import SamplingParams
 from weft.display.quantities import counted
 from weft.display.tables import Table, Tabled
 from weft.errors import RequestError
+from weft.ops.requests import EMBEDDED
 from weft.stages.adapters.adapter import Adapter
 from weft.stages.model import Model
 from weft.transforms.engine.evaluation.facts import digest, digest_tokenizer, facts_of, seen_of

@@ -7,10 +7,11 @@ from typing import Any
 import attrs
 
 from weft.arguments.checks import COUNT, Rule, check_values, is_int
-from weft.batches.batch import EMBEDDED
 from weft.batches.sampling import SamplingParams, check_tokens, for_request, is_text
-from weft.batches.sampling_rows import MAX_BIASED, SamplingTable, write_rows
+from weft.batches.sampling_rows import MAX_BIASED, write_rows
 from weft.errors import RequestError
+from weft.ops.requests import EMBEDDED
+from weft.ops.sampling.table import SamplingTable
 from weft.stages.custom.functions import caching_policy
 from weft.stages.model import Model
 from weft.transforms.engine.requests.host_state import Request, request_seed, sample_seeds

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from weft.arguments.checks import Rule, check_values, is_int
-from weft.batches.batch import EMBEDDED
 from weft.display.summary import Summarized
+from weft.ops.requests import EMBEDDED
 from weft.stages.attention.rope import mrope_position_delta
 from weft.stages.custom.functions import StageFunctions
 from weft.stages.model import Model

@@ -10,11 +10,12 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.batches.batch import EMBEDDED, IN_ORDER, LAST_TOKEN, Batch
+from weft.batches.batch import IN_ORDER, Batch
 from weft.batches.descriptor import BatchDescriptor
 from weft.batches.outputs import Output, PerToken
 from weft.batches.sampling import SamplingParams
 from weft.batches.state import State, admit, advance, copy_pages, grow
+from weft.ops.requests import EMBEDDED, LAST_TOKEN
 from weft.torchapi.private import to_device
 from weft.transforms.engine.requests.prompts import PromptContent, RequestExtras
 from weft.transforms.graphs.calls.borrowing import declare_owning, owns_results

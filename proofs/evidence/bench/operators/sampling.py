@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from weft.batches.sampling import SamplingParams
-from weft.batches.sampling_rows import SamplingTable, write_rows
+from weft.batches.sampling_rows import write_rows
 from weft.ops.sampling.sample import sample, sample_rows
+from weft.ops.sampling.table import SamplingTable
 from weft.proofs.evidence.environment import environment
 from weft.transforms.graphs.graphify import graphify
 
