@@ -5,12 +5,7 @@ from . import (
     stages as stages,
     transforms as transforms,
 )
-from .batches.batch import (
-    DRAFT as DRAFT,
-    EMBEDDED as EMBEDDED,
-    LAST_TOKEN as LAST_TOKEN,
-    Batch as Batch,
-)
+from .batches.batch import Batch as Batch
 from .batches.descriptor import BatchDescriptor as BatchDescriptor, Descriptor as Descriptor
 from .batches.outputs import IntermediateTensors as IntermediateTensors, Output as Output
 from .batches.padding import inert as inert, pad as pad, unpad as unpad
@@ -26,6 +21,7 @@ from .meshes.placements import (
     Replicate as Replicate,
     Shard as Shard,
 )
+from .ops.requests import DRAFT as DRAFT, EMBEDDED as EMBEDDED, LAST_TOKEN as LAST_TOKEN
 from .ops.transfers.collective import (
     all_gather as all_gather,
     all_reduce as all_reduce,

@@ -29,6 +29,7 @@ FOLDERS = tuple(PACKAGES)
 # lies directly in the package is a room too.
 ROOMS = {
     "weft": (
+        "tracebacks",
         "errors",
         "extras",
         "blocks",

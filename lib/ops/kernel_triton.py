@@ -49,10 +49,10 @@ from tqdm.auto import tqdm
 from triton.language.target_info import cuda_capability_geq
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from weft.bounded import BoundedDict
 from weft.ops.constants import ASKED
 from weft.ops.tiles.tile import FEW_TOKENS
 from weft.torchapi.private import current_device
+from weft.values.bounded import BoundedDict
 
 # The tensor memory accelerator (TMA) needs rows that start at a multiple of this many bytes.
 LINE = 16

@@ -17,7 +17,6 @@ from torch import Tensor
 from weft.arguments.checks import check_values, kind_of, names_arguments
 from weft.batches.batch import Batch
 from weft.batches.descriptor import check_accepted, declare_check
-from weft.bounded import BoundedDict
 from weft.display.tables import text, titled
 from weft.effects import Program, listing, programs_html
 from weft.errors import MeshError, ProgramError
@@ -61,6 +60,7 @@ from weft.transforms.pipelines.worker import (
     put_batches,
     states_of,
 )
+from weft.values.bounded import BoundedDict
 from weft.values.donation import clone, declare_donated, donated_argnames
 from weft.values.schema import Schema
 from weft.values.trees import leaves_with_names

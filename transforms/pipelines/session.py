@@ -6,7 +6,6 @@ from typing import Any
 import attrs
 
 from weft.arguments.checks import kind_of
-from weft.bounded import BoundedDict
 from weft.errors import ProgramError
 from weft.transforms.pipelines.argument_checks import refuse
 from weft.transforms.pipelines.checker import CheckedPrograms
@@ -15,6 +14,7 @@ from weft.transforms.pipelines.schedule import Job, mistake_in_jobs
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.watching.failures import described
 from weft.transforms.pipelines.worker import Worker, put_batches, states_of
+from weft.values.bounded import BoundedDict
 from weft.values.donation import refuse_donated_in
 
 # For each rank, the effects `start:stop` that a run performs.

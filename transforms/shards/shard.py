@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from weft.arguments.checks import kind_of, names_arguments
-from weft.bounded import BoundedDict
 from weft.effects import Program
 from weft.errors import MeshError
 from weft.meshes.distribute import match_placements
@@ -51,6 +50,7 @@ from weft.transforms.shards.results import PlacedResult, place_results, refuse_u
 from weft.transforms.shards.surroundings import ClosedOver, wrapped_tensors
 from weft.transforms.shards.tracing import Trace, has_strides, refuse_layout, trace
 from weft.transforms.shards.value_numbers import result_numbers
+from weft.values.bounded import BoundedDict
 from weft.values.donation import refuse_donated, refuse_donated_in
 from weft.values.keys import value_key
 from weft.values.trees import (

@@ -9,7 +9,6 @@ import torch
 from weft.batches.batch import Batch
 from weft.batches.descriptor import BatchDescriptor, is_uniform
 from weft.batches.padding import grow, unpad
-from weft.bounded import BoundedDict
 from weft.stages.config import ModelConfig
 from weft.stages.custom.functions import StageFunctions, capability_of, runs_inside
 from weft.stages.layout import weights_of_layer
@@ -17,6 +16,7 @@ from weft.stages.model import Model
 from weft.transforms.engine.requests.host_state import Budget
 from weft.transforms.graphs.dispatch import Decision, dispatch, excess
 from weft.transforms.graphs.ladder import Ladder, Limits, lora_rungs, make_ladder, with_whole
+from weft.values.bounded import BoundedDict
 from weft.values.trees import map_sized
 
 T = TypeVar("T")

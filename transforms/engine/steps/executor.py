@@ -13,7 +13,6 @@ from torch import Tensor
 from weft.batches.batch import Batch
 from weft.batches.descriptor import BatchDescriptor
 from weft.batches.padding import inert
-from weft.bounded import BoundedDict
 from weft.torchapi.private import to_device
 from weft.transforms.engine.steps.classes import Classes
 from weft.transforms.engine.steps.results import FinishedWork
@@ -25,6 +24,7 @@ from weft.transforms.pipelines.microbatch import class_text
 from weft.transforms.pipelines.pipeline import Pipelined, runs_first, stage_context
 from weft.transforms.pipelines.schedule import Job
 from weft.transforms.pipelines.session import Session, Submission
+from weft.values.bounded import BoundedDict
 from weft.values.trees import tree_map
 
 T = TypeVar("T")

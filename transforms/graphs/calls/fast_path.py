@@ -18,7 +18,6 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 import attrs
 from torch import Tensor, is_inference_mode_enabled as is_inference_mode
 
-from weft.bounded import BoundedDict
 from weft.ops.transfers.collective import current_place
 from weft.settings import is_batch_invariant
 from weft.torchapi.private import function_modes, global_state_check, is_capturing, tensors_check
@@ -33,6 +32,7 @@ from weft.transforms.graphs.calls.reader import (
     argument_expressions,
     write_reader,
 )
+from weft.values.bounded import BoundedDict
 from weft.values.donation import refuse_donated, take_node, take_tensor
 
 

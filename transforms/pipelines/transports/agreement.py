@@ -22,9 +22,9 @@ from typing import Any
 import attrs
 import torch
 
-from weft.bounded import BoundedDict
 from weft.errors import ProgramError
 from weft.transforms.pipelines.checker import CheckedPrograms
+from weft.values.bounded import BoundedDict
 from weft.values.trees import OF_THIS_PROCESS
 
 SAME = (

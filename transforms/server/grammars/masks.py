@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import attrs
 from torch import Tensor
 
-from weft.bounded import BoundedDict
 from weft.errors import RequestError
 from weft.stages.model import Model
 from weft.transforms.engine.requests.masks import Mask, MaskBudget
@@ -29,6 +28,7 @@ from weft.transforms.server.grammars.compiling import (
 )
 from weft.transforms.server.grammars.matching import Matcher, Matchers, Tokens
 from weft.transforms.server.vocabulary import Vocabulary
+from weft.values.bounded import BoundedDict
 
 # The most bytes of cached grammars.
 _KEPT = 16 * 2**20

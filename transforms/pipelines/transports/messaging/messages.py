@@ -16,7 +16,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.bounded import BoundedDict
 from weft.effects import Broadcast, Fence, Recv, Send
 from weft.errors import ProgramError
 from weft.meshes.collectives import Collective, with_schema
@@ -32,6 +31,7 @@ from weft.transforms.pipelines.transports.agreement import (
 from weft.transforms.pipelines.transports.messaging import json_values
 from weft.transforms.pipelines.transports.messaging.wire import Wire
 from weft.transforms.pipelines.transports.watching.monitor import Monitor
+from weft.values.bounded import BoundedDict
 from weft.values.keys import value_key
 from weft.values.schema import Schema
 from weft.values.trees import TreeSpec, tree_flatten, tree_unflatten

@@ -16,7 +16,6 @@ from typing import Any
 
 import attrs
 
-from weft.bounded import BoundedDict
 from weft.effects import Run, parse_effect
 from weft.errors import RankError
 from weft.meshes.collectives import Collective
@@ -30,6 +29,7 @@ from weft.transforms.pipelines.transports.watching.failures import (
     described,
 )
 from weft.transforms.pipelines.transports.watching.records import START, Liveness, Position, Records
+from weft.values.bounded import BoundedDict
 
 # The number of messages that an edge between processes holds; a sender waits while it is full.
 CAPACITY = 2

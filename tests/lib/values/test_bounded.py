@@ -8,7 +8,7 @@ import threading
 import pytest
 from hypothesis import given, strategies as st
 
-from weft.bounded import BoundedDict
+from weft.values.bounded import BoundedDict
 
 
 @given(st.integers(1, 5), st.lists(st.integers(0, 9)))
