@@ -61,9 +61,9 @@ def test_each_name_has_one_home() -> None:
 
 
 def test_the_surface_is_small() -> None:
-    """At most 300 names, methods and properties, of which the laws and strategies are 75."""
+    """At most 300 names, methods and properties; flags of commands are listed, and not counted."""
     lines = surface().splitlines()
-    assert len([line for line in lines if not line.startswith("weft.proofs")]) <= 225
+    assert len([line for line in lines if not line.startswith("weft ")]) <= 300
 
 
 class Sized:
