@@ -49,6 +49,7 @@ def test_every_way_is_equal(run: Weft, file: Path, how: tuple[str, ...]) -> None
     assert out.endswith("2 of 2 completions equal, bit for bit\n")
 
 
+@pytest.mark.slow
 def test_processes_certify_and_verify_as_one_does(run: Weft, file: Path, tmp_path: Path) -> None:
     other = tmp_path / "ranks.jsonl"
     ranks = "--pp", "2", "--transport", "gloo"

@@ -252,6 +252,7 @@ def test_a_result_that_cannot_be_pickled_is_told() -> None:
     assert error.value.problem.startswith("a result that cannot be pickled: ")
 
 
+@pytest.mark.slow
 def test_a_function_of_an_interactive_session_is_refused_before_a_process_starts() -> None:
     code = (
         "from weft.transforms import launch\ndef f(): return 1\ntry:\n    launch(f, 2)\n"
