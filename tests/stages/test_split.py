@@ -7,9 +7,9 @@ from torch import Tensor
 
 from weft import load
 from weft.errors import ProgramError
-from weft.stages import DEMO, load_config, split_model
+from weft.stages import DEMO, load_config
 from weft.stages.config import parse_config
-from weft.stages.layout import layer_weights
+from weft.stages.layout import layer_weights, split_model
 from weft.stages.random_weights import PRESETS, random_params
 from weft.transforms import make_runner
 from weft.transforms.graphs.ladder import Limits
