@@ -88,6 +88,7 @@ def test_options_that_a_collective_does_not_have_are_refused(line: str) -> None:
         parse_effect(line)
 
 
+@pytest.mark.slow
 def test_every_kind_of_collective_is_drawn() -> None:
     for kind in get_args(Collective):
         assert isinstance(

@@ -230,6 +230,7 @@ def served_by_a_rank(policy: str) -> list[list[int]]:
     return served(Distributed(timeout=60), policy)
 
 
+@pytest.mark.slow
 def test_other_processes() -> None:
     expected = served(Local(), "none")
     for tokens in launch(served_by_a_rank, 2, "snapshot"):

@@ -132,6 +132,7 @@ def test_decisions_that_are_kept_do_not_add_up(monkeypatch: pytest.MonkeyPatch) 
         assert len(classes._decisions) <= 3
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     "options", [{}, {"pipeline": 2}, {"speculation": Speculation(2, ngram=(1, 2))}], ids=str
 )
@@ -201,7 +202,7 @@ def test_own_stages_serve_as_alone_in_padded_steps(name: str, runs_nightly: bool
     law = next(law for law in LAWS if law.number == "L21" and law.name.endswith(name))
 
     @settings(
-        max_examples=25 if runs_nightly else 5, deadline=None, suppress_health_check=[*HealthCheck]
+        max_examples=25 if runs_nightly else 2, deadline=None, suppress_health_check=[*HealthCheck]
     )
     @given(st.data())
     def run(data: st.DataObject) -> None:
@@ -249,6 +250,7 @@ def test_an_engine_says_the_same_in_the_same_classes(mode: str, options: dict[st
     assert 0 < counts.padding == graphs.padding
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.usefixtures("padded_as_on_a_gpu")
 @pytest.mark.parametrize(
     "options", [{}, {"pipeline": 2}, {"speculation": Speculation(2, ngram=(1, 2))}], ids=str

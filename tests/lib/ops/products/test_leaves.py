@@ -49,6 +49,7 @@ def check_shares(run: Callable[[Tensor, slice, int], Tensor], tokens: int, colum
             )
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
