@@ -270,6 +270,8 @@ def generate(
             len(ids_of(prompt)) if isinstance(prompt, EmbedsPrompt) else len(prompt)
             for prompt in encoded
         ]
+        # The engine's limits follow from these lengths. Compared only there, different prompts
+        # would give an error about limits that nobody wrote.
         transport.assert_equal("the prompts", f"of {lengths} tokens, max_tokens={max_tokens}")
     sampling_params = SamplingParams(temperature=temperature) if sampling is None else sampling
     rules = {

@@ -84,6 +84,7 @@ def logprobs(
     slots = [[*once].index(id(each)) if each is not None else -1 for each in sequence_adapters]
 
     lengths = [len(ids) - 1 for ids in every]
+    # Eager, since the replay of a graph records nothing for autograd.
     runner = make_runner(model, Limits(len(every), sum(lengths)), mode="none")
     params = stage_params(model, runner.layouts, [*once.values()])
     token_logprobs: list[Tensor] = []

@@ -66,6 +66,8 @@ def fitting_pages(
     free = free_bytes(device)
     if free is None:
         return max(1, _CPU_BYTES // page_bytes)
+    # `reserved` compiles all kernels to estimate the graphs, which a cache that is small beside the
+    # free memory is not worth.
     if page_bytes * most <= _SMALL_CACHE_SHARE * free:
         return most
     num_bytes = reserved()  # this allocates, so query the free memory afterwards

@@ -398,6 +398,7 @@ def resolve_limits(
             for side_model in beside.values()
         )
     if limits.num_pages is not None:
+        # Rank 0's number on all ranks, since works name pages by their numbers.
         num_pages = transport.share(limits.num_pages)
         check_room(model.device, num_pages, page, lambda here: min(transport.collect(here)))
         return attrs.evolve(small, num_pages=num_pages)

@@ -412,6 +412,7 @@ class OutputProcessor:
         completion = self._open[name]
         try:
             completion.state.end(reason)
+        # A panic in tokenizers, which is Rust, is no Exception.
         except BaseException as fault:
             completion.state.reason, error = "error", error or _undecodable(completion, fault)
         self.ended[completion.state.reason] += 1
@@ -477,6 +478,8 @@ class Streams:
         self._check_loop(loop)
         name = self._engine.add(prompt, sampling, **options)
         queue = self._queues[name] = asyncio.Queue()
+        # The task of an event loop that has stopped never goes on, and the streams would wait for
+        # it forever.
         if self._task is None or self._task.done() or self._task.get_loop() is not loop:
             self._task = loop.create_task(self._run())
         try:
@@ -492,6 +495,8 @@ class Streams:
                 yield item
         finally:
             del self._queues[name]
+            # A consumer that stopped early: the request would otherwise hold its row and pages to
+            # its end.
             if name in self._engine._outputs:
                 self._engine.abort(name)
 
@@ -526,5 +531,6 @@ class Streams:
         except BaseException as error:
             for queue in self._queues.values():
                 queue.put_nowait(error)
+            # The streams raise the error. A cancellation or an interrupt must also end this task.
             if not isinstance(error, Exception):
                 raise

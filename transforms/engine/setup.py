@@ -82,6 +82,8 @@ def assert_same_left_out(call: str, transport: Transport, arguments: Mapping[str
         ProgramError: another rank leaves out other arguments.
     """
     left_out = [name for name, value in arguments.items() if value is None]
+    # Every rank collects, also one that left out nothing: a rank that skipped the call would leave
+    # the others waiting in it.
     for rank, other in enumerate(transport.collect(left_out)):
         for name in arguments:
             if (name in left_out) != (name in other):
@@ -208,6 +210,7 @@ def make_executor(
         if layouts[0].first:
             params = ((params[0], weights.drafts), *params[1:])
     params = tree_map(_detached, params)
+    # One rank sends nothing, so that the stages, the sampling and the advance fit into one graph.
     if split.num_stages == split.num_shards == 1:
         whole = graph_step(compose(stages, advance=advance), ladder, backend)
         return StepExecutor(whole, params, state, model.device, classes)
@@ -223,10 +226,14 @@ def make_executor(
         "schema": Schema.of(x),
     }
     step = pipeline(
+        # Around the graphs, not in them: edits are static fields, so each new list of pages would
+        # be another graph.
         [with_edits(s) for s in spanned],
         advance=is_advanced if alone else advance_work,
         **pipeline_options,
     )
+    # With an empty ladder (mode none) `graph_step` returns the plain stage: there is nothing to
+    # capture.
     if len(ladder):
         graphs = [(spanned[stage], x if stage else None) for stage in split.here]
     else:
@@ -255,6 +262,8 @@ def _example(model: Model, drafts: int) -> IntermediateTensors:
         name: PerToken(x.new_zeros(1, *x.shape, device=model.device))
         for name, x in captures.items()
     }
+    # The schema of all messages is made from this example, so it has an optional field if and only
+    # if every message has it.
     return IntermediateTensors(hidden, ids if drafts else None, positions, captured)
 
 
@@ -336,6 +345,8 @@ def make_runner(
     check_values(
         call, RULES | rules, {"transport": transport, "num_stages": num_stages}, ProgramError
     )
+    # A runner has no mesh: a share would compute its part of each sum, and nobody would add the
+    # others'.
     if model.shard[1] > 1:
         instead = "weft.Engine, whose ranks share layers; or weft.load(path) without shard="
         raise ProgramError(call, f"{model!r}", instead)
@@ -360,6 +371,7 @@ def make_runner(
     spanned = [graph_step(stage, ladder, backend) for stage in stages]
     step = pipeline(
         spanned,
+        # The fewest parts with which all stages can be busy at once.
         microbatches=num_stages,
         advance=advance,
         schema=Schema.of(_example(model, 0)),

@@ -36,6 +36,8 @@ class Split:
         shared."""
         if self.num_shards == 1:
             return None
+        # In this order, since the last axis varies fastest: the ranks of a stage exchange tensors
+        # in every layer, and launchers number the ranks of a node in a row.
         return Mesh(**{PIPELINE: self.num_stages, AXIS: self.num_shards})
 
     @property

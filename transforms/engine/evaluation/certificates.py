@@ -112,6 +112,7 @@ def as_json(certificate: Certificate) -> str:
     values = attrs.asdict(certificate, recurse=False)
     fields = attrs.fields(SamplingParams)
     sampling_values = {f.name: getattr(certificate.sampling, f.name) for f in fields}
+    # `_read_sampling` fills in what is left out here, with the same greedy temperature.
     default = SamplingParams(temperature=0.0)
     values["sampling"] = {
         name: x
@@ -133,6 +134,8 @@ def from_json(raw: Any, call: str, source: str) -> Certificate:
     fields = Fields(raw if isinstance(raw, Mapping) else {}, call, source)
     fields.check(fields.raw.get("format") == FORMAT, "format", f"{_FORM}: format={FORMAT!r}")
     field_names = {"format", *(field.name for field in attrs.fields(Certificate))}
+    # A newer version may certify a fact that this one cannot compare. To ignore it would be to call
+    # completions equal that may not be.
     if strange := sorted(map(str, fields.raw.keys() - field_names)):
         fields.refuse(f"{strange[0]!r:.60}", f"{_FORM}: {', '.join(sorted(field_names))}")
     for name in sorted(field_names - {*_OPTIONAL}):
@@ -170,6 +173,7 @@ def _write(path: Path | str, certificates: Iterable[Certificate], call: str) -> 
     text = "".join(f"{as_json(one)}\n" for one in certificates)
     try:
         Path(path).write_text(text, encoding="utf-8")
+    # ValueError: a path with a NUL character, or text that UTF-8 cannot encode.
     except (OSError, ValueError) as error:
         problem = f"{getattr(error, 'strerror', error)}: {path!s:.300}"
         raise RequestError(
@@ -192,6 +196,7 @@ def _are_texts(value: Any) -> bool:
 
 
 def _are_numbers(value: Any) -> bool:
+    # The bounds matter because Python's json reads NaN and Infinity, which no sampled token has.
     return isinstance(value, list) and all(is_number(one, -1e38, 1e38) for one in value)
 
 
@@ -201,6 +206,7 @@ def _is_id(text: str) -> bool:
     Raises:
         ValueError: it is not.
     """
+    # `int` alone would also read " 7", "+7" and "1_0".
     if not (text.isascii() and text.isdecimal()):
         raise ValueError(f"logit_bias of {text!r:.60}")
     return True
@@ -215,6 +221,7 @@ def _read_sampling(fields: Fields) -> SamplingParams:
             f"fields of weft.SamplingParams, without {', '.join(_UNSAID)}",
         )
     fields.check(
+        # The range of int64, in which the device state holds seeds.
         is_int(raw.get("seed"), -(2**63), 2**63 - 1),
         "sampling",
         "it has the seed, a whole number",
@@ -286,6 +293,8 @@ def certify(provenance: Provenance | None, completion: Any) -> Certificate:
             EMBEDDED in request.prompt or request.prompt_content is not None
         ),
         "inputs of its own for the model's stages": request.extras is not None,
+        # `bad_words` also become a mask, but the certificate names the words, from which `verify`
+        # makes that mask again.
         "a mask": request.is_masked and not provenance.sampling.bad_words,
     }
     if any(unsupported.values()):
@@ -298,10 +307,14 @@ def certify(provenance: Provenance | None, completion: Any) -> Certificate:
         "weights that were changed since",
         "functions, or values that they read, which were changed since",
     )
+    # The digests are made now. For weights that changed since, they would certify bits that other
+    # weights computed.
     for kind, current, then in zip(kinds, seen_of(model), provenance.fingerprint, strict=True):
         if current != then:
             raise RequestError(call, kind, "completion.certificate() before they change")
     weights, program, versions = facts_of(model, provenance.transport)
+    # With the completion's own seed, and n=1: the later ones of n completions have derived seeds,
+    # and each is computed again alone.
     sampling = attrs.evolve(
         provenance.sampling, seed=request.sampling.seed, logprobs=None, prompt_logprobs=None, n=1
     )

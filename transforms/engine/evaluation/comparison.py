@@ -102,6 +102,7 @@ class RunTrace(Tabled):
     def tokens_per_second(self) -> float | None:
         """Tokens per second over the decode steps; None if there are none. The first step of each
         batch class does not count, since it may capture a graph."""
+        # Reversed, so that each class keeps its first step.
         met = {step.descriptor: step for step in reversed(self.steps)}
         steady = [s for s in self.steps if is_uniform(s.descriptor) and met[s.descriptor] is not s]
         if steady:
@@ -229,6 +230,7 @@ def trace_run(
 
 def _keep(batch: Batch, out: Output, state: Sequence[State], seconds: float) -> TracedStep:
     assert out.logits is not None
+    # As bytes, since the tables have several dtypes and are compared bit for bit.
     tables = [
         [x.flatten().view(torch.uint8) for name, x in leaves_with_names(s) if name in TABLES]
         for s in state
@@ -281,6 +283,7 @@ def compare_runs(trace: RunTrace, reference: RunTrace) -> RunComparison:
             f"prompts {description}",
             "two runs from the same prompts",
         )
+    # Not strict: after a token that differs, one run may end sooner.
     same = [
         torch.equal(a.tokens, b.tokens) for a, b in zip(trace.steps, reference.steps, strict=False)
     ]
@@ -352,6 +355,7 @@ def _differences(values: Mapping[str, Sequence[tuple[Tensor, Tensor]]]) -> dict[
             name: float(torch.stack([(a - b).abs().max() for a, b in pairs]).max())
             for name, pairs in values.items()
         },
+        # By bytes: by value, 0.0 equals -0.0, and NaN differs from itself.
         "bitwise": all(
             torch.equal(a.view(torch.uint8), b.view(torch.uint8))
             for pairs in values.values()

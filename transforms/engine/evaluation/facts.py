@@ -81,6 +81,8 @@ def digest_weights(model: Model, transport: Transport) -> str:
     weight_digests = {
         name: text for part in transport.collect(digests) for name, text in part.items()
     }
+    # Sorted by name, since the order in which ranks report depends on the split, and the digest
+    # must not.
     return _short(f"{name} {weight_digests[name]}\n" for name in sorted(weight_digests))
 
 
@@ -104,6 +106,7 @@ def _whole_tensors(model: Model, transport: Transport) -> Iterator[tuple[str, Te
     )
     for name, x in _tensors(model):
         if name == "lm_head" and name not in whole:
+            # A tied head is the embedding's matrix, and is cut into shares as that is.
             path = "embed_tokens"
         else:
             path = name
@@ -143,6 +146,7 @@ def _tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
 
 
 def _digest_tensor(x: Tensor) -> str:
+    # With shape and dtype: the same bytes in another shape are other weights.
     hasher = hashlib.sha256(f"{tuple(x.shape)} {x.dtype} ".encode())
     if x.numel():
         # torch conjugates and negates lazily, by flags that the bytes do not show.

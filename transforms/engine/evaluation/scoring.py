@@ -94,6 +94,8 @@ class Score(Tabled):
     @property
     def bits(self) -> float:
         """The information content of all scored tokens, in bits."""
+        # `fsum` rounds once. A running sum would add an error for each token, in the figure that
+        # modes are compared by.
         return -math.fsum(
             logprob for text_logprobs in self.logprobs for logprob in text_logprobs
         ) / math.log(2)
@@ -138,6 +140,8 @@ class Score(Tabled):
         differences = (
             abs(a - b)
             for ours, theirs in pairs
+            # NaN for a missing logprob: it becomes infinite below, where `max` alone would overlook
+            # it.
             for a, b in zip_longest(ours, theirs, fillvalue=math.nan)
         )
         return max((math.inf if math.isnan(one) else one for one in differences), default=0.0)
@@ -186,6 +190,7 @@ def score(engine: Engine, tasks: Sequence[Task]) -> Score:
             problem = f"{task.name} has {length} tokens, including the answer"
             raise RequestError("score(engine, tasks)", problem, f"at most {most}")
     parts = [
+        # A request generates at least one token; only the logprobs of its prompt are used.
         [engine.add(part, scored, max_tokens=1) for part in windows(model.encode(text), most)]
         for text in texts
     ]
@@ -193,6 +198,7 @@ def score(engine: Engine, tasks: Sequence[Task]) -> Score:
         engine.add(prompt, greedy, max_tokens=_num_tokens(model, answer))
         for prompt, answer in questions
     ]
+    # The counts of an engine go back to its start, so steps before these tasks are subtracted.
     before = engine.stats().modes
     tracks: dict[str, CompletionState] = {output.id: output.track for output in engine}
     answers = [tracks[name].text for name in question_ids]

@@ -129,6 +129,7 @@ def measure(
     )
 
     def prompts(count: int) -> list[list[int]]:
+        # New prompts for each pass: the prefix cache would hold those of the warm-up.
         return [draw.choices(vocabulary, k=workload.input_len) for _ in range(count)]
 
     first = prompts(engine.limits.budget.max_num_reqs)
@@ -139,6 +140,7 @@ def measure(
     until += min(times[0] for times in warm.read)
     for _ in range(repeats):
         workload_prompts = prompts(workload.num_requests)
+        # Before the freeze, which would keep garbage as well.
         gc.collect()
         frozen = gc.get_freeze_count() > 0  # the caller froze objects, which then stay frozen
         if not frozen:
@@ -177,6 +179,7 @@ def serve(
 ) -> Served:
     """Complete prompts that all arrive at once, and record when the host reads each token. No
     completion ends early."""
+    # Otherwise the drawn tokens would decide how much work there is to measure.
     sampling = SamplingParams(temperature=temperature, ignore_eos=True)
     before = engine.stats()
     began = time.perf_counter()

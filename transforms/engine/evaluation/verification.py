@@ -193,6 +193,7 @@ def verify(
         "speculation": speculation,
         "adapters": named,
     }
+    # The engine's seed decides nothing: every certificate has a seed.
     engine = Engine(model, limits, pipeline=pipeline, tensor=tensor, graph=graph, seed=0, **options)
     for index, one in enumerate(certificate_list):
         engine.add(

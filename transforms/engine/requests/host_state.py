@@ -80,6 +80,7 @@ class Request:
             contents = b""
         else:
             contents = self.prompt_content.content(0, len(self.prompt))
+        # A digest, since ranks compare this line for each request, and a prompt can be long.
         digest = hashlib.blake2b(repr(self.prompt).encode() + contents, digest_size=6).hexdigest()
         more = f", adapter {self.adapter}" * (self.adapter >= 0) + ", masked" * self.is_masked
         more += "" if self.extras is None else f", extras {self.extras.digest.decode()}"
@@ -236,6 +237,8 @@ def salt(request: Request, version: int) -> bytes:
     salt_bytes = b"version %d adapter %d" % (version, request.adapter)
     if request.extras is not None:
         salt_bytes += b" extras " + request.extras.digest
+    # Hashed to a fixed length: what a page depends on is appended to the salt, and a client could
+    # choose a text that looks like it.
     if request.cache_salt:
         salt_bytes += (
             b" salt "
@@ -337,6 +340,7 @@ class HostState:
     def empty(cls, budget: Budget, num_pages: int, page_size: int) -> "HostState":
         """A state without requests."""
         cohorts = tuple(list[RequestState]() for _ in range(budget.num_cohorts))
+        # The rows are in descending order, since `pop` takes from the end: row 0 is used first.
         return cls(
             Pages(num_pages, page_size), list(range(budget.max_num_reqs - 1, -1, -1)), cohorts
         )
@@ -408,6 +412,8 @@ def end(host: HostState, req: RequestState, reason: str) -> None:
         req.leader.followers.remove(req)
     else:
         del host.waiting[bisect.bisect_left(host.waiting, turn(req), key=turn)]
+    # A leader that ends early never fills the pages that its followers wait for. Without this they
+    # would wait forever.
     requeue_followers(host, req)
     req.reason = reason
 
@@ -418,6 +424,8 @@ def free(host: HostState, req: RequestState) -> None:
     cohort = host.cohorts[req.cohort]
     del cohort[bisect.bisect_left(cohort, turn(req), key=turn)]
     host.pages.release(req.pages)
+    # Launched steps may still write to the row. Work runs in order, so they are done before the
+    # step that admits the next request into it.
     host.free_rows.append(req.row)
     req.row = req.cohort = -1
     req.pages = []

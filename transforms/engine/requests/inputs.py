@@ -224,6 +224,7 @@ def encode_prompt(model: Model, prompt: Any, call: str, name: str = "the prompt"
     token_ids = ids if embeds is None else [token for token in ids if token != EMBEDDED]
     # The fast path: a long prompt's tokens are checked as a whole, and one by one only if that
     # fails.
+    # By type, not `isinstance`: True and False are ints, but no tokens.
     are_tokens = {*map(type, token_ids)} == {int} and min(token_ids) >= 0 and max(token_ids) < vocab
     wrong = [] if are_tokens else [token for token in token_ids if not is_int(token, 0, vocab - 1)]
     if not is_prompt:

@@ -125,6 +125,7 @@ def compute_mask(
     with blamed(
         call, "a function from tokens to the ids of those that may be next, which raises nothing"
     ):
+        # A copy: the function may keep or change the list, and this one is the completion.
         mask = request_mask.mask(list(token_ids))
         if mask is None:
             return None

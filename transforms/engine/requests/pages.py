@@ -76,12 +76,16 @@ class Pages:
 
     def count_free(self, shared: Sequence[int]) -> int:
         """Number of pages that can be allocated once the pages `shared` are held."""
+        # A shared page that nobody holds is free now, but will not be once it is acquired: it must
+        # not count twice.
         return self.num_free - sum(self._refcounts[page] == 0 for page in shared)
 
     def acquire(self, pages: Iterable[int]) -> None:
         """Hold pages that a lookup returned."""
         for page in pages:
             if self._refcounts[page] == 0:
+                # Out of the eviction order, or the next `allocate` could give a page that is being
+                # read to another request.
                 del self._evictable[page]
             self._refcounts[page] += 1
 
@@ -90,6 +94,8 @@ class Pages:
         assert count <= self.num_free, "the scheduler asks num_free first"
         allocated = []
         for _ in range(count):
+            # An empty page costs nothing; an eviction costs a prefix that a later prompt could
+            # share.
             if self._empty:
                 page = self._empty.pop()
             else:
@@ -168,6 +174,7 @@ def hash_page(before: bytes, token_ids: Sequence[int]) -> bytes:
             embeddings, positions and per-token inputs
             (`weft.transforms.engine.requests.prompts.PromptContent`).
     """
+    # The count marks where the tokens begin: `before` may end with content of any length.
     return _digest(before, b"|%d|" % len(token_ids) + array("q", token_ids).tobytes())
 
 
@@ -191,4 +198,6 @@ def hash_pages(before: bytes, token_ids: Sequence[int], page_size: int) -> list[
 
 
 def _digest(before: bytes, content: bytes) -> bytes:
+    # 16 bytes: two prefixes of one hash would share pages silently, which at 128 bits does not
+    # happen by chance.
     return hashlib.blake2b(before + content, digest_size=16).digest()

@@ -246,6 +246,8 @@ def check_extras(
     check_values(call, rules, extras)
     tokens = {name: extras[name].detach().clone() for name in of_tokens if name in extras}
     values = {
+        # A copy even of a tensor on the CPU, since the user may change it before the request is
+        # admitted.
         name: extras[name].detach().to("cpu", copy=True)
         # Sorted, so that the digest does not depend on the order of the user's dict.
         for name in sorted(extras.keys() - tokens.keys())
@@ -288,6 +290,7 @@ def with_token_extras(
         whole = _bytes_of(rows[name].flatten(1) if default.dim() else rows[name][:, None])
         for index, (text, row) in enumerate(zip(texts, whole, strict=False)):
             text.update(row.tobytes())
+            # By bytes, as in the digest: by value, a default that is NaN would differ from itself.
             differs[index] |= bool((row != whole[-1]).any())
     more = (
         b"#" + text.hexdigest().encode() if is_different else b""

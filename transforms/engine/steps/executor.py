@@ -208,6 +208,7 @@ class StepExecutor:
         finished = []
         for work in works:
             if work.edits:
+                # Before the step and outside its graph, since no two steps have the same edits.
                 state = tuple(apply_edits(state, work.edits) for state in self.state)
             else:
                 state = self.state
@@ -283,6 +284,7 @@ class PipelineExecutor:
         if self._session is None:
             return ()
         self.state, outputs = self._session.close()
+        # The next call opens a new session, whose jobs count from 0 again (`_first_job`).
         self._session = None
         return self._finished(outputs)
 
@@ -312,5 +314,6 @@ class PipelineExecutor:
 
     def examples(self) -> list[Example]:
         batch = Batch.decode([0], device=self._batches.device)
+        # Not strict: in mode none there are no graphs, but there are parameters and states.
         stages = zip(self.graphs, self.params, self.state, self._inputs, strict=False)
         return [(graph, (params, state, batch, x)) for graph, params, state, x in stages]

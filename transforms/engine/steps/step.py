@@ -137,6 +137,8 @@ class Work:
     @property
     def num_tokens(self) -> int:
         """Tokens of the batch."""
+        # A uniform decode brings no ids: its tokens are in the device state, and the host may not
+        # have read them yet.
         return sum(map(len, self.token_ids)) or len(self.rows) * self.query_len
 
     @property
@@ -161,6 +163,8 @@ class Work:
     def summary(self) -> str:
         """One line that must be equal on all ranks: the rows, their numbers of tokens, and a digest
         of the masks."""
+        # A digest, because a mask has a bit for each token of the vocabulary, and ranks compare
+        # this line at each step.
         digest = hashlib.blake2b(digest_size=6)
         for mask in self.masks:
             # With lengths, so that no two lists of masks give the same bytes.
@@ -182,6 +186,8 @@ class Work:
         ids = self.token_ids
         contents = self.contents if first else ()
         if self.contents and not first:
+            # `Batch.ragged` refuses EMBEDDED without embeddings. Only the first stage embeds
+            # tokens, so that any id will do here.
             ids = tuple(tuple(0 if token == EMBEDDED else token for token in row) for row in ids)
         batch = Batch.ragged(
             self.rows,
@@ -269,6 +275,7 @@ def batch_positions(
     Args:
         contents, starts, token_ids: as for `batch_embeds`.
     """
+    # On the host: the check below would otherwise wait for the device in each step with a prompt.
     positions = torch.full((sum(map(len, token_ids)), 3), IN_ORDER)
     prompt_positions = [
         None if content is None or content.positions is None else content.positions.T
@@ -324,6 +331,7 @@ def stack_masks(masks: Sequence[bytes | None]) -> Tensor:
     of which is not None."""
     size = max(len(mask) for mask in masks if mask is not None)
     rows = b"".join(b"\xff" * size if mask is None else mask for mask in masks)
+    # A bytearray, because torch warns about buffers that it could not write, such as bytes.
     return torch.frombuffer(bytearray(rows), dtype=torch.int32).view(len(masks), -1)
 
 
@@ -338,6 +346,8 @@ def with_edits(stage: Stage) -> Stage:
                 params, apply_edits(state, work.edits) if work.edits else state, work.batch, x
             )
 
+    # The mark that `wraps` copies refers to the inner stage and does not count. Without a new one,
+    # workers would compare the memory of each result with the state's.
     return declare_owning(declare_donated(run, ("state",)), owns_results(stage))
 
 
