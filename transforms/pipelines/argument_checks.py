@@ -19,6 +19,7 @@ Mistake = tuple[str, str]
 
 _SIGNATURE = "(params, state, batch, x) -> (state, y)"
 TRANSPORT: Rule = (
+    # A class has the method, too: this refuses `transport=Local`, without the parentheses.
     lambda value: value is None or (hasattr(value, "ranks") and not isinstance(value, type)),
     "Local(), Threads() or Distributed(), of weft.transforms",
 )
@@ -87,6 +88,8 @@ def check_lending(call: str, stages: Sequence[Any]) -> None:
 
 
 def _mistake_in_stage(name: str, stage: Any) -> Mistake | None:
+    # Before `callable`, since a module is callable: it would fail only at the first call, with four
+    # arguments that its `forward` does not take.
     if hasattr(stage, "named_parameters"):
         return f"{name} is an nn.Module", "weft.stages.from_module(module).stage"
     if not callable(stage):
@@ -95,6 +98,7 @@ def _mistake_in_stage(name: str, stage: Any) -> Mistake | None:
         else:
             instead = f"a stage {_SIGNATURE}"
         return f"{name} is {kind_of(stage)}, no function", instead
+    # By attributes, since `pipeline` imports this module.
     if hasattr(stage, "programs") and isinstance(inner := getattr(stage, "stages", None), tuple):
         problem = (
             f"{name} is itself a {getattr(stage, '__name__', 'pipeline')}, a step (params, state,"

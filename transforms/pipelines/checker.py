@@ -62,6 +62,8 @@ def check(programs: Sequence[Program], *, buffers: int | None = None) -> None:
             it never overwrites a result.
     """
     check_values("check(programs)", {"programs": PROGRAMS}, {"programs": programs}, ProgramError)
+    # First what is wrong in a single program: the machine below would only report the deadlock that
+    # follows from it.
     for mistake in _mistakes(programs, buffers):
         raise mistake
     # One message per edge is the hardest case: programs that end with it end with more.
@@ -101,6 +103,8 @@ def _mistakes(programs: Sequence[Program], buffers: int | None) -> Iterator[Prog
         if (program.rank, program.num_ranks) != (index, len(programs)):
             problem = f"program {index} says it is of rank {program.rank} of {program.num_ranks}"
             yield ProgramError(call, problem, "give the programs of all ranks, in order")
+        # The layout of messages follows from the class: a rank with other classes would receive
+        # into buffers of other sizes.
         if program.classes != programs[0].classes:
             problem = (
                 f"rank 0 has micro-batches {programs[0].classes}, and rank {index}"
@@ -111,6 +115,7 @@ def _mistakes(programs: Sequence[Program], buffers: int | None) -> Iterator[Prog
             )
         yield from check_peers(program, stages)
     yield from _check_runs(programs)
+    # Only the last rank has outputs, so its broadcasts tell what returns.
     returning = frozenset(
         effect.microbatch for effect in programs[-1].effects if isinstance(effect, Broadcast)
     )
@@ -118,6 +123,8 @@ def _mistakes(programs: Sequence[Program], buffers: int | None) -> Iterator[Prog
         yield from check_needs(program, returning, stages)
         if buffers is not None:
             yield from check_buffers(program, buffers, stages)
+    # With one stage a rank, results go up and outputs come back down from the last rank: no channel
+    # carries both kinds.
     if stages > len(programs):
         yield from check_channels(programs)
 
@@ -241,6 +248,7 @@ def check_needs(
         if isinstance(bare, Fence) and len(missing) < len(needs):
             # A fence waits for whatever was sent before it, so one send is enough.
             missing = []
+        # A second fence is harmless: it finds everything sent.
         if missing or (bare in done and not isinstance(bare, Fence)):
             shown = _shown(missing[0], num_stages > program.num_ranks) if missing else ""
             problem = (
@@ -340,6 +348,8 @@ def _uses(
 ) -> Iterator[tuple[Effect, int]]:
     """The uses of a result, each with the first index at which it counts."""
     out = _out(program, stage, mb, num_stages)
+    # The last stage's result of a job that does not feed: nobody reads it, so that it may be
+    # overwritten at once.
     if out not in places:
         return
     yield out, 0
@@ -363,6 +373,7 @@ def check_channels(programs: Sequence[Program]) -> Iterator[ProgramError]:
         if (source := takes(step)) is not None:
             taken[source.source, source.to].append(step)
     for pair, theirs in taken.items():
+        # Not strict: a send without its receive is the machine's to report (`leftover`).
         for mine, other in zip(sent[pair], theirs, strict=False):
             if isinstance(mine.effect, Send) != isinstance(other.effect, Recv):
                 problem = (
@@ -406,6 +417,8 @@ class CheckedPrograms:
     mesh: Mesh | None = None
 
     def __attrs_post_init__(self) -> None:
+        # One lane stands for all: `spread` renumbers the ranks of its programs and changes nothing
+        # else.
         check(self.lane, buffers=self.buffers)
 
     @functools.cached_property

@@ -77,6 +77,8 @@ def _moved(effect: Effect, rank: int, lane: tuple[int, ...]) -> Effect:
     """An effect of a rank in a lane, with ranks renumbered from the lane to the mesh."""
     match effect:
         case Send(to):
+            # With the stage written out: a send without one means the stage of its rank's number,
+            # and ranks are renumbered here.
             return attrs.evolve(effect, to=lane[to], stage=stage_sent(Step(rank, effect)))
         case Recv(source):
             return attrs.evolve(effect, source=lane[source], stage=stage_sent(Step(rank, effect)))

@@ -156,6 +156,8 @@ class Machine:
             for edge in puts(step, len(self.programs)):
                 self.queues.setdefault(edge, deque()).append(step)
         for edge, count in received.items():
+            # No more than was sent: a monitor reads `at` from records of different age, in which a
+            # receive may be ahead of its send.
             for _ in range(min(count, len(self.queues.get(edge, ())))):
                 self.queues[edge].popleft()
 

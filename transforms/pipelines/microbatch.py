@@ -60,6 +60,7 @@ def microbatch(step: F, parts: int) -> F:
             state, out = check_pair(call, step(params, state, part), "(state, out)")
             # The step overwrites a lent result when it runs on the next part.
             outputs.append(clone(out) if lends(step) else out)
+        # This function is declared to lend nothing, so it must not return the step's own buffer.
         return clone(state) if lends_state(step) else state, join(outputs, batches, batch)
 
     return cast(F, declare_lending(declare_donated(run, donated_argnames(step)), False))

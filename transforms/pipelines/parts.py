@@ -160,6 +160,7 @@ def _split_named(call: str, batch: Any, parts: int) -> Iterator[Any]:
         bounds = find_bounds(sizes[first], parts)
         start_values = read_starts(call, getattr(batch, field))
         if (
+            # Entries before the first start would be in no part, and so would silently be missing.
             start_values[0] != 0
             or sorted(start_values) != start_values
             or start_values[-1] > sizes[second]
@@ -168,6 +169,7 @@ def _split_named(call: str, batch: Any, parts: int) -> Iterator[Any]:
                 f"{field} = {start_values!s:.60}, which are not starts in {second}={sizes[second]}"
             )
             raise DescriptorError(call, problem, f"starts from 0 on; or {_own_methods(batch)}")
+        # The last part goes to the end of the axis, not to the last start: padding may follow it.
         ends = [*(start_values[bound] for bound in bounds[:-1]), sizes[second]]
         for entries, span in zip(pairwise(bounds), pairwise(ends), strict=True):
             part_descriptor = resized(
@@ -226,6 +228,7 @@ def _field_of_starts(batch: Any) -> tuple[str, str, str] | None:
 
 def _split_rows(call: str, batch: Any, parts: int) -> Iterator[Any]:
     """The parts of a tree of tensors, cut along their first dimensions."""
+    # Every part would keep the descriptor of the whole batch, with its sizes.
     if find_descriptors(batch):
         problem = f"{kind_of(batch)} around a batch with a descriptor of its own"
         raise DescriptorError(call, problem, "that batch, with the rest in its fields (weft.axes)")
@@ -298,6 +301,7 @@ def join(outputs: Sequence[Any], parts: Sequence[Any], batch: Any = None) -> Any
         DonatedError: an output was donated before.
     """
     refuse_donated_in("join(outputs, parts)", outputs=outputs)
+    # Not checked: the step ran on the whole batch, so that its output needs no entry per request.
     if len(outputs) == 1:
         return outputs[0]
     call = f"join of {len(outputs)} micro-batches"
@@ -382,6 +386,8 @@ def _mistake_in_leaf(
     if leaf is None:
         return None
     axis = None if spec is None else spec.name(dim)
+    # Each part has the extra entry. Only for starts is it known how to make one of them
+    # (`_join_starts`).
     if axis is not None and "+" in axis:
         problem = (
             f"output {name} follows {axis}, of which the parts together have more entries than the"

@@ -175,6 +175,7 @@ class Pipelined:
         self._buffers = 1 if any(map(lends, self.stages)) else None
         self._text = f"pipeline(<{len(self.stages)} stage{'s' * (len(self.stages) > 1)}>)"
         self._schedule = schedule
+        # Only the schedule knows how many ranks it uses.
         self._num_ranks = len(self._make_programs([Job()] * microbatches))
         self.mesh = pipeline_mesh(mesh, self._num_ranks, f"{self._text[:-1]}, mesh={mesh!s:.60})")
         self._all_ranks = self._num_ranks if self.mesh is None else self.mesh.num_ranks
@@ -325,6 +326,7 @@ class Pipelined:
         self.transport.run(checked, workers, self.transport.mail(self._all_ranks))
         if self.mesh is not None and len(workers) == self._all_ranks:
             self._compare_lanes(self.mesh, workers)
+        # Outputs that do not return are on the rank of the last stage alone.
         returned = self._outputs(workers[0 if self._returns else -1])
         return in_kind(states_of(workers), state), [returned.get(mb) for mb in range(len(batches))]
 

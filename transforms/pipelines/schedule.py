@@ -182,6 +182,7 @@ def _ahead(stages_behind: int) -> int:
 
 def _take_in(rank: int, last: int, mb: int, advances: bool) -> Iterator[Effect]:
     """Receive the last stage's output of a micro-batch, and advance."""
+    # On the last rank, the broadcast is the send in `_running`.
     if rank != last:
         yield Broadcast(last, mb)
     if advances:

@@ -85,6 +85,8 @@ def _groups(jobs: Sequence[Job], size: int, advances: bool) -> Iterator[list[int
     """The jobs in groups of at most `size`, such that no job waits for another job of its group."""
     group: list[int] = []
     for mb, job in enumerate(jobs):
+        # A group runs the first stage on all its jobs before the last stage on any, so a job that
+        # waits for another one of its group would wait forever.
         waits = job.after is not None and group and job.after >= group[0]
         # With `advances`, a job also waits until the jobs before it that do not feed have advanced.
         if group and (len(group) == size or waits or (advances and not jobs[mb - 1].feeds)):
@@ -252,6 +254,8 @@ class _Loom:
         before = {index for index in range(mb) if self.advances and not self.jobs[index].feeds}
         if (after := self.jobs[mb].after) is not None:
             before.add(after)
+        # A run that is listed twice never gets ready the second time, so that `weave` refuses the
+        # order.
         if not before <= self.taken[rank] or mb in self.ran[stage]:
             return False
         if (
@@ -307,6 +311,7 @@ class _Loom:
                 self.channels.setdefault((rank, send.to), []).append(send)
         elif self.jobs[mb].feeds:
             self.effects[rank].append(returned := Broadcast(rank, mb))
+            # The last stage is on the last rank, so these are all the others.
             for to in range(rank):
                 self.channels.setdefault((rank, to), []).append(returned)
             self._return(rank, mb)

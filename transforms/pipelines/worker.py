@@ -175,6 +175,7 @@ class Worker:
                 value = self.inputs[source if stage is None else stage, mb] = link.recv(effect)
                 match_schema(self.rank, effect, schema, value)
             case Broadcast(root) if root == self.rank:
+                # The sender keeps its output: it advances with it as the receivers do.
                 self.outputs[mb] = self.results.pop((self.stages[-1].index, mb))
                 link.send(effect, self.outputs[mb])
             case Broadcast():
@@ -248,6 +249,7 @@ def call_stage(
             first = "; x is None on the first stage, which computes from the batch"
         else:
             first = ""
+        # A note rather than a new error, so that the caller's `except` still gets the stage's own.
         error.add_note(f"in stage {index} ({getattr(stage, '__name__', stage)}){first}")
         raise
     return check_pair(f"stage {index} ({getattr(stage, '__name__', stage)})", result, "(state, y)")

@@ -58,6 +58,8 @@ class CohortPlan(Tabled):
     def best(self) -> CohortRow:
         """The row with the most tokens per second; of rows that agree in nine digits, the one with
         the fewest cohorts."""
+        # Beyond nine digits, equal plans differ by the order of their sums, and the larger number
+        # of cohorts could win by rounding.
         return max(self.rows, key=lambda row: (float(f"{row.tokens_per_second:.9g}"), -row.cohorts))
 
     def _table(self) -> Table:
@@ -131,6 +133,7 @@ def plan_cohorts(
             number * (effect_seconds(costs, Run(f"stage {stage}", 0)) + costs.advance)
             for stage in range(num_stages)
         )
+        # By rounding, a rank may be busy for longer than the step.
         bubbles = tuple(
             max(0.0, 1.0 - seconds / step_time) if step_time else 0.0 for seconds in busy
         )
@@ -139,6 +142,7 @@ def plan_cohorts(
                 number,
                 size,
                 step_time,
+                # Not `number * size`: the last cohort's padding makes no tokens.
                 num_requests / step_time if step_time else math.inf,
                 bubbles,
             )
@@ -151,6 +155,7 @@ def _costs(seconds_or_costs: Sequence[float] | Costs, num_stages: int, call: str
         costs = seconds_or_costs
     else:
         costs = Costs(seconds_or_costs)
+    # There is a steady state only if all jobs take the same time.
     names = ("stages", "message_bytes", "output_bytes")
     same = "a cost that is the same for all micro-batches"
     values = {name: getattr(costs, name) for name in names}

@@ -12,6 +12,7 @@ from weft.errors import CostError
 from weft.meshes.collectives import AllGather, AllReduce, Collective, PPermute
 from weft.transforms.pipelines.timing.events import ADVANCE
 
+# A chained comparison, which also refuses NaN.
 _COST: Rule = (lambda value: 0 <= value < math.inf), "a finite number >= 0"
 _COST_OR_FUNCTION: Rule = (lambda value: callable(value) or 0 <= value < math.inf), _COST[1]
 _BANDWIDTH: Rule = (
@@ -177,6 +178,7 @@ def all_reduce_ways(costs: Costs, effect: AllReduce) -> dict[str, float]:
     ):
         part = size / len(first)
         within = transfer_seconds(costs, effect, tuple(first), (len(first) - 1) * part)
+        # One rank of each node stands for all: the others sum their parts at the same time.
         across = min(_flat_seconds(costs, effect, tuple(node[0] for node in nodes.values()), part))
         ways[BY_NODE] = within + across + within
     return ways

@@ -158,6 +158,7 @@ class DecodeLoad:
     def _farthest(self, stages: tuple[int, ...]) -> tuple[int, ...]:
         """The ranks of two stages in one lane: preferably a lane in which they are in two nodes."""
         lanes = list(zip(*map(self.ranks, stages), strict=True))
+        # False sorts first: a lane that crosses nodes is the slow one.
         return min(lanes, key=self.machine.is_near)
 
     def bytes(self) -> dict[str, int]:

@@ -79,6 +79,7 @@ def draw_svg(
 
 
 def _at(moment: float, span: float) -> float:
+    # The span is 0 if all costs are.
     return _LEFT + (moment / span if span else 0.0) * (_WIDTH - _LEFT - _RIGHT)
 
 
@@ -120,6 +121,8 @@ def _event(event: Event, span: float) -> str:
         parts.append(_rect(_at(event.end, span) - 0.75, top + _MARKS[_mark(event)], 1.5, 5, _PAGE))
     if event.waited:
         start, end = (_at(moment, span) for moment in event.wait)
+        # After the title, and before the work and its mark: SVG paints in order, and a wait must
+        # not cover them.
         parts.insert(1, _rect(start, top + 3, end - start, _BOX - 6, _WAIT))
     return f"<g>{''.join(parts)}</g>"
 
@@ -260,6 +263,7 @@ def _scale(span: float, columns: int) -> str:
     line = [" "] * columns
     for moment in ticks(span, columns // 10 + 1):
         if span:
+            # A little more: by rounding, `int` could otherwise put the mark one column too early.
             at = int(moment / span * columns * (1 + 1e-9))
         else:
             at = 0

@@ -37,6 +37,7 @@ class Event:
 
     def __attrs_post_init__(self) -> None:
         seconds = self.end - self.start
+        # As a negation, so that NaN is refused as well.
         if not (self.rank >= 0 and 0 <= self.waited <= seconds < math.inf):
             problem = f"start={self.start}, end={self.end}, waited={self.waited}"
             instead = (

@@ -154,6 +154,7 @@ class Prediction:
             self.load.bytes(),
         )
         slowest = max(range(len(stages)), key=lambda index: stages[index]["seconds"])
+        # In the order in which `DecodeLoad.splits` writes them.
         start, stop, seconds = stages[slowest].values()
         parts = {
             "collectives": (stop - start) * 2 * load.all_reduce(chosen.size),
@@ -343,6 +344,7 @@ def predict_decode(
     share_config(config, shards)
     load = DecodeLoad(config, num_stages, context, machine or Machine(), shards)
     most = min(2 * num_stages, requests)
+    # A stride may skip the number of stages, which is often the best: one cohort in each stage.
     all_tried = {*range(1, most + 1, -(-most // _MOST_TRIED)), min(num_stages, most), most, tried}
     capacity = load.machine.capacity
     plan = plan_cohorts(load.costs, requests, num_stages, cohorts=all_tried, capacity=capacity)

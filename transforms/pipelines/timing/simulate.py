@@ -103,6 +103,7 @@ class _Clocks:
         size = bytes_sent(self.costs, effect)
         queue = self.messages[edge]
         if queue:
+            # An edge carries one message at a time, in order.
             begins = max(now, queue[-1].arrives)
         else:
             begins = now

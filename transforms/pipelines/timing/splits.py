@@ -61,6 +61,7 @@ class SplitPlan(Tabled):
             str(chosen.cohorts),
             duration(chosen.step_time),
         )
+        # The keys are the first words of the texts of `Prediction.bound`.
         bound = _BOUNDS[one.bound().split()[0].removesuffix(":")]
         if one is self.best:
             mark = "best"
@@ -79,6 +80,7 @@ class SplitPlan(Tabled):
 
 
 def _rank(one: Prediction) -> tuple[float, int]:
+    # Nine digits, as in `CohortPlan.best`: rounding must not decide between equal splits.
     return float(f"{one.chosen.tokens_per_second:.9g}"), one.load.num_stages
 
 

@@ -72,6 +72,8 @@ def seconds_per_job(num_stages: int, cohorts: int, costs: Costs, capacity: int) 
             step = Step(rank, effect)
             arcs[node].append(
                 (
+                    # For the first effect this is the last one, of the job before: hence the delay
+                    # of 1.
                     nodes[index - 1],
                     costs.launch + effect_seconds(costs, effect, rank),
                     int(index == 0),
@@ -146,10 +148,13 @@ def _evaluate(
             places[node] = len(path)
             path.append(node)
             node = policy[node][0]
+        # The walk has closed a new cycle; otherwise it ended at a node that an earlier walk
+        # evaluated.
         if node not in ratios:
             cycle = path[places[node] :]
             weights, delays = zip(*(policy[each][1:] for each in cycle), strict=True)
             ratios[node], values[node] = sum(weights) / sum(delays), 0.0
+        # From the cycle outwards: the value of a node needs that of the node that it follows.
         for each in reversed(path):
             if each not in ratios:
                 source, weight, delay = policy[each]

@@ -283,11 +283,15 @@ class Recorder:
         # By device
         self._zeros: dict[int, _Moment] = {}
         self._spans: list[tuple[int, Effect, _Moment, _Moment, _Moment]] = []
+        # Now, since it synchronizes the device: in the first span, that would delay the first
+        # effect.
         self._zero()
 
     @contextmanager
     def span(self, rank: int, effect: Effect) -> Iterator[None]:
         """Record the effect that is performed within this context."""
+        # In each span, since a thread may go from one GPU to another, and CUDA measures no time
+        # between events of two devices.
         zero = self._zero()
         start = self._now()
         yield
@@ -314,6 +318,7 @@ class Recorder:
     def events(self) -> list[Event]:
         """The recorded events, in the order in which they were recorded, in seconds of the host's
         clock. The whole time of an event that is not a `Run` counts as a wait."""
+        # CUDA measures the time between two events only once both have happened.
         for device in self._zeros:
             torch.cuda.synchronize(device)
         events = []

@@ -189,6 +189,7 @@ class Distributed:
         return values
 
     def _send_value(self, peer: int, value: Any) -> None:
+        # A tuple, so that a rank that receives the header of a step instead can tell.
         self._link.send_bytes(peer, json_values.dumps(("value", value), f"{self!r}.collect(value)"))
 
     def _recv_value(self, peer: int) -> Any:
@@ -210,6 +211,8 @@ class Distributed:
 
     def run(self, checked: CheckedPrograms, workers: Sequence[Worker], mail: object, /) -> None:
         left = self._session is not None and self._session is not mail
+        # Without blocking: a call from inside another one, in the same thread, would wait for
+        # itself.
         if left or not self._busy.acquire(blocking=False):
             problem = "a call while another one is under way, in another thread or around this one"
             instead = (
@@ -241,6 +244,7 @@ class Distributed:
             lines = (*checked.lines[self.rank], END)
             start, stop = checked.span(self.rank)
             for index, effect in enumerate(effects[start:stop], start):
+                # Before the effect: if it never ends, the others read here where this rank is.
                 self.monitor.move_to(index, lines[index])
                 worker.perform(effect, self._link)
                 self._watchdog.launched(self.monitor.here)
@@ -366,6 +370,7 @@ def _make_places(
         if network.one_node:
             return Places([private_folder() / name for name in names], rank)
         return None
+    # Files are only faster: without them, ranks write their positions to the store.
     except (OSError, ProgramError):
         return None
 

@@ -45,6 +45,7 @@ class SharedRun:
         self._meetings: dict[tuple[tuple[int, ...], int], dict[int, tuple[Collective, Any]]] = {}
         self._met = Counter[tuple[int, tuple[int, ...]]]()
         self._first = first
+        # One condition for all edges: a failure must wake every rank, whatever it waits for.
         self._changed = threading.Condition()
 
     def put(self, step: Step, value: Any) -> None:
@@ -135,6 +136,7 @@ class SharedRun:
         with self._changed:
             self._progress(lambda: self.left == 0, self._unfinished)
             if self.failure is not None:
+                # A failure without an error is a stalled rank, which has had its time-out already.
                 self._changed.wait_for(
                     lambda: self.left == 0, self.timeout if self.failure.error is not None else 0.1
                 )
@@ -152,6 +154,8 @@ class SharedRun:
         start = time.monotonic()
         last_positions = list(self.at)
         while not ready() and self.failure is None:
+            # The progress of any rank counts: where ranks work in turn, each may wait for longer
+            # than the time-out.
             if self.at != last_positions:
                 start = time.monotonic()
                 last_positions = list(self.at)

@@ -153,6 +153,7 @@ class Threads:
         while len(self._tasks) < count:
             tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
             name = f"weft rank {len(self._tasks)}"
+            # A daemon: a stage that never returns must not keep the process from ending.
             thread = threading.Thread(target=_run_tasks, args=(tasks,), name=name, daemon=True)
             self._threads.append(thread)
             self._tasks.append(tasks)
@@ -179,6 +180,7 @@ class Threads:
         else:
             device = self.devices[rank]
         link = ThreadLink(rank, shared, device, checked.lends)
+        # Made in the caller's thread, whose context they carry over to the rank's.
         inside, context = thread_context(device), contextvars.copy_context()
 
         def perform() -> None:

@@ -44,6 +44,8 @@ class GlooEnd:
         else:
             other_places = []
         for other in other_places:
+            # All sends before the first receive: two ranks that both received first would wait for
+            # each other. Sends go on in the background.
             if goes(effect, place, other):
                 self.send([parts[other].contiguous()], effect.ranks[other], tag)
         mine = parts[place].contiguous()
@@ -56,6 +58,7 @@ class GlooEnd:
         return join(effect, every, place).clone(memory_format=torch.contiguous_format)
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int, /) -> None:
+        # Without a bound, a rank that runs ahead would hold a copy of every message.
         if len(self._under_way[peer]) >= self._capacity(peer):
             self._wait(self._under_way[peer].popleft()[0], peer)
         parts = (
@@ -81,6 +84,8 @@ class GlooEnd:
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int, /) -> None:
         header = torch.empty(2, dtype=torch.int64)
         self._fill(header, peer)
+        # gloo pairs messages by their order alone (its tag is always 0 here), so that the header
+        # has to tell whether the sender is in the same step.
         number, received_tag = header.tolist()
         if (number, received_tag) != (self._received[peer], tag):
             raise ProgramError(

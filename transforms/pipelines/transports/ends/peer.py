@@ -112,6 +112,8 @@ class PeerEnd:
     def _group(self, ranks: tuple[int, ...]) -> PeerGroup:
         """The ranks of a collective, with their inboxes."""
         own_rank = self.monitor.rank
+        # A pair of ranks has one inbox for collectives. Two groups with this pair would count its
+        # messages separately, and overwrite each other's.
         if shared := next((other for other in self._groups if len({*other} & {*ranks}) > 1), None):
             problem = (
                 f"collectives among {ranks} and among {shared}, which share more than one rank"
@@ -217,6 +219,7 @@ class PeerEnd:
         """Do nothing: a send has left its buffer when its kernel ends."""
 
     def record_event(self) -> DeviceEvent | None:
+        # An event that is recorded in a capture becomes part of the graph, and cannot be queried.
         if torch.cuda.is_current_stream_capturing():
             return None
         event = torch.cuda.Event()

@@ -67,6 +67,7 @@ def _encoded(value: Any, call: str) -> Any:
     if kind in _SEQUENCES.values():
         name = next(name for name, sequence_type in _SEQUENCES.items() if sequence_type is kind)
         if kind in (set, frozenset):
+            # Python iterates over equal sets of strings in different orders in two processes.
             items = sorted(value, key=repr)
         else:
             items = value
@@ -131,6 +132,7 @@ def _decoded(data: Any) -> Any:
 def _find_class(name: str) -> Any:
     """The class with the name `module:qualname`, if its module is loaded."""
     module, _, path = name.partition(":")
+    # Only loaded modules: an import would run code because a message says so.
     value: Any = sys.modules.get(module)
     for part in path.split("."):
         if value is not None:

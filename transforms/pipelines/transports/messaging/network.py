@@ -82,6 +82,8 @@ class Secret:
         """
         tag = sealed[:_TAG]
         text = sealed[_TAG:]
+        # In constant time: `!=` takes longer the more of the tag is right, which would help to
+        # guess it.
         if not hmac.compare_digest(tag, self.tag(name.encode(), text)):
             raise ValueError(
                 f"'{name}' holds {len(sealed)} bytes that are not sealed with this run's secret"
@@ -110,12 +112,15 @@ def shared_secret(configured: Secret | None, store: Store, rank: int) -> Iterato
         secret = Secret.fresh()
         name = secrets.token_hex(8)
         file = folder / name
+        # O_EXCL refuses a file, or a link, that is there already.
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
             out.write(secret.key)
         try:
             store.set("secret", name)
             yield secret
         finally:
+            # The ranks connect to each other within this context, so all of them have read the file
+            # by now.
             with suppress(FileNotFoundError):
                 file.unlink()
         return

@@ -27,6 +27,7 @@ class Clock:
         sleep: waits for a number of seconds.
     """
 
+    # Not the time of day: when that is set forward, every rank would look stalled.
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
 
@@ -46,6 +47,7 @@ def described(error: BaseException) -> str:
     """
     try:
         return f"{type(error).__name__}: {error}"
+    # The text is user code, too. An error in it must not replace the failure that is reported.
     except Exception as worse:
         return f"{type(error).__name__}, which cannot be printed ({type(worse).__name__})"
 
@@ -109,6 +111,7 @@ def culprit(rank: int, waits_for: Callable[[int], Sequence[int]]) -> int:
     """The rank that `rank` ultimately waits for: the first rank in the chain of waits that does not
     wait itself."""
     visited = set[int]()
+    # In a cycle every rank waits: stop at the first one that comes again.
     while rank not in visited and (awaited := waits_for(rank)):
         visited.add(rank)
         rank = awaited[0]

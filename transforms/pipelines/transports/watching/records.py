@@ -244,6 +244,8 @@ class Liveness:
         return [
             rank
             for rank, (beat, since, last) in entries
+            # Up to the last look, not up to now: while this process was stopped itself, it saw
+            # nothing.
             if beat is not None and last - since > seconds
         ]
 

@@ -206,6 +206,8 @@ class Watchdog:
         self._count += 1
         records.write_beat(self._count, oldest)
         late = monitor.clock.now() - self._since
+        # Only two looks, some time apart, can tell that a heartbeat has stopped, so the first one
+        # comes at half of the time-out. Each costs round trips to the store for every rank.
         if late >= monitor.timeout / 2:
             monitor.liveness.observe(records, range(monitor.num_ranks))
         if self._device is None:
