@@ -259,6 +259,8 @@ def score_modes(here: Here, options: Bench, tasks: Sequence[Task]) -> list[Score
     scores = []
     for graph in tqdm(options.graphs, desc="eval", unit="mode", disable=not here.progress):
         scores.append(_score(here, options, model, graph, tasks))
+        # The last engine may be in reference cycles, and its pages and graphs would stay beside the
+        # next engine's.
         gc.collect()
         if model.device.type == "cuda":
             torch.cuda.empty_cache()  # the next engine sizes its KV cache by the free memory

@@ -80,6 +80,7 @@ def _devices() -> Iterator[dict[str, Any]]:
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
     }
+    # `device_count` may ask the driver's NVML, which also counts GPUs that CUDA cannot use.
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         gpu = torch.cuda.get_device_properties(index)
         about = {"device": f"cuda:{index}", "name": gpu.name, "memory": gpu.total_memory}
@@ -95,6 +96,7 @@ def _cpu_memory() -> int | None:
 
 def _cpu_name() -> str:
     try:
+        # `platform.processor()` is empty on many Linux systems.
         named = re.search(
             r"^model name\s*: (.*)$",
             Path("/proc/cpuinfo").read_text(encoding="utf-8"),

@@ -166,8 +166,12 @@ class Options:
             RequestError: about the first such option.
         """
         fields = attrs.fields_dict(type(self))
+        # In the order of the fields: a set has another order in each process, and so would have the
+        # error.
         for name in filter(self.explicit.__contains__, fields):
             flag = flag_of(name)
+            # A field without metadata has no flag in this command, such as `batch_invariant` of
+            # `verify`: it cannot be missing.
             needed = [one for one in NEEDS.get(name, ()) if one in fields and fields[one].metadata]
             written = f"{flag} {getattr(self, name)}"
             other_flags = [

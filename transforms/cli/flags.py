@@ -52,6 +52,8 @@ def _text(text: str) -> str:
 def _ids(text: str) -> list[int]:
     """Token ids from `1,2,3`."""
     parts = [part.strip() for part in text.split(",")]
+    # `\d` would also match digits of other scripts. A number of 18 digits always fits into an
+    # int64.
     if wrong := [part for part in parts if not re.fullmatch("[0-9]{1,18}", part)]:
         raise argparse.ArgumentTypeError(
             f"{text!r:.60} holds {wrong[0]!r:.60}, which is not a token id: write whole numbers and"

@@ -106,6 +106,7 @@ class ModelOptions(Options):
     tp: int = _how(_SHARES, whole("N"), 1)
     experts: str | None = _how(_EXPERTS, EXPERTS)
     json: bool = _general("print one JSON object", SWITCH, False)
+    # No flag of its own, but `read_config` checks the draft model of each command that has one.
     draft: str | None = None
 
     @property
@@ -274,6 +275,8 @@ class Generate(RunOptions):
         Raises:
             RequestError: a flag that changes nothing without --temperature.
         """
+        # Only flags that the user wrote: `SamplingParams` refuses what has no effect at temperature
+        # 0, and the defaults are no mistake.
         names = (self.explicit & attrs.fields_dict(SamplingParams).keys()) - {"seed"}
         return SamplingParams(**{name: getattr(self, name) for name in names})
 
@@ -301,6 +304,7 @@ class Verify(RunOptions):
     max_num_tokens: int | None = _how(
         "tokens per step, so that prompts are read in chunks", whole("N", 1, 2**17)
     )
+    # No flag: bits that depend on the batch cannot be verified.
     batch_invariant: bool = True
 
 
@@ -318,7 +322,9 @@ class Serve(WeightOptions):
     preset: str | None = _model(
         "the dimensions of a known model; random weights, prompts are token ids", PRESETS
     )
+    # Without the flag of `ModelOptions`: a server has no result to print.
     json: bool = False
+    # vLLM listens on all interfaces by default. Without an API key, this machine alone is safer.
     host: str = _network(
         "address to listen on", value("ADDRESS", str, bool, "an address"), "127.0.0.1"
     )
@@ -383,6 +389,7 @@ class Bench(WeightOptions):
     output_len: int | None = _measured("tokens of each completion; needs --input-len", COUNT)
     num_prompts: int = _measured("requests", COUNT, 128)
     temperature: float = _measured("0 is greedy", TEMPERATURE, 1.0)
+    # A fixed seed, unlike that of `serve`: two measurements must do the same work.
     seed: int = _measured("seed of random weights, prompts and samples", SEED, 0)
     eval: str | None = _measured(
         'score each line of a file instead: {"text": ...} by its perplexity, {"prompt": ...,'

@@ -137,6 +137,7 @@ def sections(options: Plan, plan: Prediction, splits: SplitPlan | None) -> Itera
         if shards == 1
         else (f"Rank N stands for the {shards} ranks of stage N, which run alike.",)
     )
+    # In the order of `DecodeLoad.splits`: balanced, then even.
     slowest, even = (max(stage["seconds"] for stage in split) for split in plan.splits.values())
     steps = f"{counted(options.steps, 'step')} of each of {counted(plan.chosen.cohorts, 'cohort')}"
     tried = (
@@ -165,6 +166,8 @@ def sections(options: Plan, plan: Prediction, splits: SplitPlan | None) -> Itera
     if options.programs:
         lanes = spread(plan.programs, Mesh(pipeline=stages, tensor=shards))
         parts_of["programs of this timeline, of the first rank of each stage"] = (
+            # The ranks of a stage have consecutive numbers, and their programs differ in the
+            # numbers of ranks alone.
             listing(lanes[::shards]),
         )
     for title, parts in parts_of.items():

@@ -22,6 +22,7 @@ def printable(text: str) -> str:
 
 def check_file(options: Options, flag: str, file: str | None) -> None:
     """Refuse a path that cannot be written, before the work starts whose result goes there."""
+    # By the folder alone: to open the file for writing would empty it, and the work may still fail.
     folder = os.path.dirname(file or "") or "."
     instead = "a file in a folder that exists"
     if file == "" or os.path.isdir(file or ""):
@@ -50,6 +51,7 @@ def show(parts: Iterable[Any]) -> None:
     """Print texts, tables and other objects of rich. Plain text is neither wrapped nor cut."""
     from rich.console import Console
 
+    # rich would colour numbers and paths, and read `[bold]` or `:smile:` in a completion as markup.
     out = Console(highlight=False)
     for part in parts:
         out.print(part, markup=False, emoji=False, crop=False, soft_wrap=isinstance(part, str))

@@ -124,6 +124,7 @@ def in_ranks(fn: Callable[[Here, *Ts], T], options: RunOptions, *args: *Ts) -> T
             options.device,
         )
         return fn(here, *args)
+    # torchrun's ranks may be on several machines, so that this one need not have a GPU for each.
     _check_device(options, ranks if world == 1 else 1)
     if world > 1:
         result = _as_rank(fn, options, *args)
@@ -162,6 +163,7 @@ def _as_rank(fn: Callable[[Here, *Ts], T], options: RunOptions, *args: *Ts) -> T
     transport = Distributed(device=device, backend=backend, timeout=options.timeout)
     try:
         stages = transport.num_ranks // options.tp
+        # As in `Split.mesh`: the ranks that share a stage have consecutive numbers.
         stage = (transport.rank // options.tp, stages)
         shard = (transport.rank % options.tp, options.tp)
         return fn(Here(transport, stages, transport.device, stage, shard), *args)
@@ -260,6 +262,7 @@ def open_model(options: RunOptions, here: Here) -> Model:
         }
         kind["shard"] = here.shard
         model = random_model(config, seed=options.seed or 0, device=here.device, **kind)
+        # The weights are random, but the checkpoint's tokenizer is real: clients may send texts.
         if options.model is not None:
             call = _model_call(options)
             checkpoint = open_checkpoint(options.model, call)
@@ -304,6 +307,7 @@ def _with_stages(options: RunOptions, model: Model) -> Model:
                 model = model.with_stages(attend=chosen)
     if options.batch_invariant:
         model = model.with_stages(batch_invariant=True, reduction_leaves=options.reduction_leaves)
+    # The custom function comes last, so that it sees what the other flags chose and may replace it.
     if options.stages is None:
         return model
     flag, (module, _, name) = f"--stages {options.stages}", options.stages.partition(":")
