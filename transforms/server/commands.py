@@ -78,6 +78,7 @@ class Abort:
 
     def apply(self, engine: Engine, _: MakeMask) -> None:
         """Abort the request unless it has ended."""
+        # The request may have ended while the command was on its way.
         if is_under_way(engine, self.name):
             engine.abort(self.name)
 

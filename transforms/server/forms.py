@@ -77,6 +77,8 @@ class Form(ABC):
         Most chunks of a choice differ in their text alone: it is inserted into bytes that are
         encoded once.
         """
+        # The first and the last chunk of a choice have other fields, such as the role and the
+        # reason.
         if not self._is_plain or part.start == 0 or part.finish_reason is not None:
             return b"".join(event(chunk) for chunk in self.chunks(part))
         if (frame := self._frames.get(part.choice.index)) is None:

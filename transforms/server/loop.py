@@ -104,6 +104,7 @@ class EngineLoop:
                 "a step of the engine raised; the server takes no more requests", exc_info=error
             )
             ended = Ended(f"{type(error).__name__}: {error}", isinstance(error, RankError))
+        # After an error, too: clients would wait forever for the rest of their answers.
         self._deliver(ended)
 
     def _turn(self) -> bool:
@@ -123,6 +124,7 @@ class EngineLoop:
     def _apply(self, command: Command) -> None:
         try:
             command.apply(self.engine, self._make_mask)
+        # The error of one request must not end the loop, and with it all others.
         except (RequestError, *FAULTS) as error:
             if isinstance(command, Add):
                 fault = blame(error, "the request", "other values of its fields")

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from weft.transforms.engine.stats import Stats
 
+# Prometheus's default buckets end at 10 s, and a long completion takes longer.
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 _GAUGES = {
     "running": "completions that run",
@@ -32,6 +33,7 @@ _COUNTS = {
 }
 
 
+# A collector, whose values are read at a scrape: gauges would have to be set at each step.
 class _EngineCounts(Collector):
     """The engine's own counts, as it last reported them."""
 

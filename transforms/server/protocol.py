@@ -59,6 +59,8 @@ def _by_token_ids(biases: dict[str, float]) -> dict[str, float]:
 class _Body(BaseModel):
     """The base of all bodies: unknown fields, infinities and NaN are refused."""
 
+    # vLLM accepts unknown fields and logs them. Then a misspelt field has no effect, and its sender
+    # never learns of it.
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
@@ -126,6 +128,7 @@ class Sampled(_Body):
     """The fields that text and chat completions share."""
 
     model: Text | None = None
+    # OpenAI's default, unlike the 0 of `weft.generate`.
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -199,6 +202,7 @@ class CompletionRequest(Sampled):
     """The body of `/v1/completions`."""
 
     prompt: Annotated[list[Text | TokenIds], BeforeValidator(_one_or_more)] = Field(min_length=1)
+    # OpenAI's default for this endpoint.
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool = False

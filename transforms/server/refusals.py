@@ -54,6 +54,7 @@ def _refusal_of(error: BaseException) -> Refusal:
             # Without its call, which the server wrote and the client does not know.
             return Refusal(400, f"{error.problem}; instead: {error.instead}", **ours)
         return Refusal(500, str(error), "server_error", **ours)
+    # Deep nesting exhausts Python's stack while the body is read: it is the client's mistake.
     if isinstance(error, RecursionError):
         return Refusal(400, "lists and objects within each other, too many of them")
     return Refusal(500, f"{type(error).__name__}: {error!s:.300}", "server_error")

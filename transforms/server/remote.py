@@ -85,6 +85,8 @@ class RemoteHost(Host, asyncio.Protocol):
             await self._ended.wait()
 
     def send(self, command: Command) -> None:
+        # A closed transport drops what is written to it, and asyncio soon logs a warning for each
+        # write.
         if self._transport is not None and not self._ended.is_set():
             self._transport.write(pack(command))
 
@@ -141,10 +143,14 @@ def run_engine(
             while (message := messages.get()) is not None:
                 sock.sendall(pack(message))
 
+    # A daemon: it waits in `recv` until the other process closes the socket, which may be after the
+    # end of this one's work.
     threading.Thread(target=read, name="weft commands", daemon=True).start()
     writer = threading.Thread(target=write, name="weft outputs", daemon=True)
     writer.start()
     loop.run()
     messages.put(None)
+    # Without this, the process could exit before `Ended` is sent, and the server would report a
+    # crash.
     writer.join()
     return loop.fault

@@ -60,6 +60,8 @@ class Progress:
         special_ids: frozenset[int],
     ) -> None:
         sampling = request.sampling
+        # The engine makes the text of such a request, and its deltas bring it: to decode here would
+        # append it twice.
         if request.sampling.detokenize:
             tokenizer = None
         if tokenizer is not None:

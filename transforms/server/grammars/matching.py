@@ -107,6 +107,8 @@ class Matcher:
         """
         bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.int32)
         self._check()
+        # llguidance knows one token that ends a text. A model may have several, and each is as
+        # good.
         if (bits & self._stops).any():
             return bits | self._stops
         return bits
