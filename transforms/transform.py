@@ -110,6 +110,7 @@ class Transform:
             refuse_donated_in(f"Transform(...)({name})(...)", params=params, state=state, rest=rest)
             if isinstance(state, Carried):
                 applied: Any = self.apply(step, state.transform_state, params, state.state, *rest)
+                # A tensor of three rows would unpack as well, and give a state of one row.
                 if isinstance(applied, tuple) and len(applied) == 3:
                     transform_state, next_state, out = applied
                     return _carried(next_state, transform_state), out
@@ -145,6 +146,7 @@ def lift(advance: F) -> F:
     @functools.wraps(advance)
     def lifted(state: Any, *rest: Any) -> Any:
         if isinstance(state, Carried):
+            # Again for what is inside, since a transformed step may be transformed once more.
             return _carried(lifted(state.state, *rest), state.transform_state)
         return advance(state, *rest)
 
