@@ -20,6 +20,8 @@ from weft.stages.attention.rope import Rope, unknown_rope_keys
 # For each field, the values at which it changes nothing.
 Allowed = Mapping[str, tuple[Any, ...]]
 _SHOWN = 16
+# A `text_config` may have its own values of these, which name the text decoder; the outer ones
+# count.
 _OF_THE_WHOLE = ("architectures", "model_type")
 
 
@@ -104,6 +106,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "vocab_size": 32_000,
             "intermediate_size": 11_008,
             "max_position_embeddings": 2048,
+            # None: as many as there are query heads; files older than grouped-query attention lack
+            # the field.
             "num_key_value_heads": None,
             "eos_token_id": 2,
         },
@@ -298,6 +302,7 @@ def architecture_of(fields: Fields) -> str:
     if not names:
         by_type = {spec.model_type: name for name, spec in ARCHITECTURES.items()}
         instead = f"{supported()}; name one in architectures, or its model_type"
+        # In a list, as a wrong value may not be hashable.
         fields.check(model_type in list(by_type), "model_type", instead)
         return by_type[str(model_type)]
     if isinstance(names, list | tuple) and len(names) == 1:
@@ -398,6 +403,7 @@ def layer_windows(fields: Fields, spec: Architecture, num_layers: int) -> tuple[
     )
     first = 0
     if on and spec.windows == "some":
+        # 28 is transformers' default in Qwen2 and Qwen3; Qwen2-VL's is in its row.
         usual = spec.defaults.get("max_window_layers", 28)
         first = fields.value(
             "max_window_layers", usual, lambda one: is_int(one, 0), "a whole number of layers"
@@ -417,6 +423,7 @@ def layer_windows(fields: Fields, spec: Architecture, num_layers: int) -> tuple[
             switch = "use_sliding_window=true" if spec.window_switch else "a sliding_window"
             instead += f"; 'sliding_attention' beside {switch}"
         fields.check(listed, "layer_types", instead)
+    # Without `layer_types`, as transformers derives them: the first layers see all positions.
     slides = [on and i >= first for i in range(num_layers)]
     if kinds is not None:
         sliding = [kind == "sliding_attention" for kind in kinds]

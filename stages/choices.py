@@ -85,6 +85,7 @@ def pick_device(device: torch.device | str | None, *, call: str) -> torch.device
         if chosen.type == "cuda":
             problem = f"device {str(device)!r}, but torch sees {count} CUDA devices"
             instead = "'cpu', or leave it out"
+    # `weft.load(path, torch.float16)`: a dtype in the place of the device.
     if isinstance(device, torch.dtype):
         instead = "dtype=..."
     raise DeviceError(call, problem, instead)

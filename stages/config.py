@@ -131,6 +131,7 @@ class Fp8Config:
         >>> Fp8Config(("lm_head", "model.layers.1")).converts("model.layers.11.mlp.up_proj")
         True
         """
+        # With the dot, as `model.layers.1` is also how `model.layers.11` begins.
         parents = tuple(f"{name.rstrip('.')}." for name in self.skipped)
         return not (module.endswith(self.skipped) or f"{module}.".startswith(parents))
 
@@ -312,6 +313,7 @@ def find_file(
         )
     else:
         for pattern, remedy in other_formats.items():
+            # The least, since the order of a folder differs between file systems.
             if file := min(folder.glob(pattern), default=None):
                 problem = f"{problem}, but {file.name!s:.300}"
                 instead = remedy
@@ -338,6 +340,7 @@ def parse_fields(fields: Fields, strict: bool) -> ModelConfig:
             **_sizes(fields, spec),
             **_biases(fields, spec),
         )
+        # Only now: it makes lists of `num_layers` entries, which `ModelConfig` has just bounded.
         return attrs.evolve(config, windows=layer_windows(fields, spec, config.num_layers))
     except ConfigError as error:
         # Errors of `ModelConfig` name its constructor; name the user's call and source instead.

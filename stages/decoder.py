@@ -134,6 +134,7 @@ def decoder_stage(
     frequencies, attention_factor = inverse_frequencies(
         config.rope, config.head_dim, config.max_position_embeddings
     )
+    # Closed over, and not part of the parameters: as a leaf, they would be trained.
     frequencies = to_device(frequencies, device)
     section = config.rope.mrope_section
     name = f"stage {layout.index} of {layout.num_stages}"
@@ -151,6 +152,8 @@ def decoder_stage(
                 hidden = embed(params, resolved, batch.inputs_embeds, ranks)
             else:
                 hidden = x.hidden_states
+            # The drafter runs in the first stage, so only that one has the drafts; they come with
+            # `x`.
             if x is not None and x.input_ids is not None:
                 batch = attrs.evolve(batch, input_ids=x.input_ids)
             positions = None
@@ -205,6 +208,8 @@ def decoder_stage(
                 captured,
                 beside_logits,
                 ranks,
+                # The head is cut by rows, never its sums: one leaf fixes their order on every
+                # number of ranks.
                 int(is_cut),
             )
             out = finish(config, params, state.sampling, batch, *result)
@@ -350,6 +355,8 @@ def feed_forward(
     if layer.router is None or config.moe is None:
         adapts = batch.adapters is not None
         lora = layer.lora
+        # `swiglu` may gate within the product's kernel. An adapter has to be added before the gate,
+        # and leaves and FP8 have other kernels.
         if layer.gate_up_scale is None and not leaves and not (adapts and lora.gate_up is not None):
             inner = swiglu(x.plain, layer.gate_up_proj, layer.gate_up_bias)
         else:
@@ -357,6 +364,7 @@ def feed_forward(
                 x, layer.gate_up_proj, layer.gate_up_scale, layer.gate_up_bias, min(leaves, 1)
             )
             gate_up = adapted(gate_up, x.plain, lora.gate_up, batch)
+            # An adapter of `down` reads the inner values before they are quantised.
             if layer.down_scale is not None and not (adapts and lora.down is not None):
                 fp8 = silu_mul_quantized(gate_up, dtype)
                 return fp8_linear(

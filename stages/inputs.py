@@ -57,6 +57,8 @@ def check_call(
 
 def check_drafts(name: str, descriptor: BatchDescriptor) -> None:
     """Raise DescriptorError for a batch with places for drafts, in a stage without a drafter."""
+    # The embedding would look up the negative id of a draft: an IndexError on the CPU, and a failed
+    # assertion on the device with CUDA.
     if (descriptor.query_len or 1) > 1:
         problem = (
             f"a batch of query_len={descriptor.query_len}, with places for drafts, where nothing"

@@ -198,6 +198,7 @@ def _converted(config: ModelConfig, names: list[str]) -> bool:
     if config.fp8 is None:
         names_by_fp8 = {}
     else:
+        # Reversed, so that the first name of each kind remains, which the error shows.
         names_by_fp8 = {config.fp8.converts(name): name for name in reversed(names)}
     if len(names_by_fp8) > 1:
         problem = f"{names_by_fp8[True]} in FP8 and {names_by_fp8[False]} not, which are parts of one product"

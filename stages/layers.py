@@ -169,6 +169,7 @@ def _kind(config: ModelConfig, layer: LayerParams) -> Any:
         window = config.windows[layer.index]
     else:
         window = 0
+    # The index is part of the structure, and would make every layer another kind.
     leaves, structure = tree_flatten(attrs.evolve(layer, index=0))
     return window, structure, *(kernel_kind(x) if isinstance(x, Tensor) else x for x in leaves)
 

@@ -223,6 +223,7 @@ class _Split:
                 )
                 for stop in self.stops(stage)
             }
+        # The last stage can only end with the last layer, so one entry is left.
         (slowest,) = best.values()
         return slowest
 

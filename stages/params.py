@@ -134,6 +134,7 @@ def slice_params(params: DecoderParams, layout: StageLayout) -> DecoderParams:
         if layout.first:
             lm_head = params.lm_head
         else:
+            # This stage has no embedding, so a tied head has to be a tensor of its own here.
             lm_head = params.head
     return DecoderParams(
         embed_tokens=params.embed_tokens if layout.first else None,

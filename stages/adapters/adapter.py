@@ -172,6 +172,7 @@ class LoraConfig:
 
 def _ends(name: str, end: str) -> bool:
     """Whether a name is `end`, or ends with it after a dot."""
+    # By whole components, as PEFT matches: `proj` must not select `q_proj`.
     return name == end or name.endswith(f".{end}")
 
 
@@ -198,6 +199,7 @@ def parse_lora(raw: Mapping[str, Any], call: str) -> LoraConfig:
                 )
             fields.check(value in _NEUTRAL_AT.get(name, _OFF), name, instead)
     return LoraConfig(
+        # 8 is PEFT's default of both.
         rank=fields.integer("r", 8),
         alpha=fields.number("lora_alpha", 8),
         use_rslora=fields.flag("use_rslora", False),
@@ -256,6 +258,8 @@ def _targets(fields: Fields) -> tuple[str, ...] | None:
 
 
 def _is_expression(raw: Mapping[str, Any], name: str) -> bool:
+    # An expression is not evaluated: one such as `(.*)*(.*)*x!` keeps Python's `re` busy for ever,
+    # and the names in the weights' file say which layers it selects.
     value = raw.get(name)
     return isinstance(value, str) and value not in ("", _ALL)
 
@@ -303,6 +307,8 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Adapter:
     with open_tensors(path / _WEIGHTS, "cpu", call) as handle:
         there = handle.keys()
         pairs = _changed(config, _in_file(parts, there) if config.has_expression else parts, call)
+        # Names are checked for the whole model, so that every stage accepts or refuses the same
+        # adapters.
         expected_names = {_tensor(name, which) for name in pairs for which in "AB"}
         stage_names = {
             name for i in model.layout.layers for name in adaptable(model.config, i)
@@ -350,4 +356,6 @@ def _read(
     for which, size in (("A", (rank, columns)), ("B", (rows, rank))):
         check_tensor(handle, _tensor(name, which), size, FLOATS, _WEIGHTS, _CONFIG, call)
         pair.append(handle.get_tensor(_tensor(name, which)).to(torch.float32))
+    # Scaled here, in float32: a slot has no factor, and adapters in neighbouring slots may differ
+    # in it.
     return pair[0], pair[1] * scaling

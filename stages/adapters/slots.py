@@ -132,6 +132,7 @@ def write_slot(
             rows, columns = part.slices
             a = a[:, columns]
             b = b[rows]
+        # An adapter of a smaller rank leaves zeros behind it, which add nothing.
         lora.a[slot, place, : a.shape[0], : a.shape[1]] = a.to(lora.a)
         lora.b[slot, part.start : part.start + b.shape[0], : b.shape[1]] = b.to(lora.b)
 
@@ -176,6 +177,7 @@ def _slots(
 def _deltas(layout: StageLayout, adapter: Adapter | None) -> dict[str, tuple[Tensor, Tensor]]:
     """The pairs of matrices for the layers of a stage."""
     deltas = {} if adapter is None else adapter.deltas
+    # In `model.layers.3.self_attn.q_proj`, the third component is the layer in the whole model.
     return {name: pair for name, pair in deltas.items() if int(name.split(".")[2]) in layout.layers}
 
 

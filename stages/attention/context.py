@@ -58,6 +58,8 @@ def arguments(
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, float, int]:
     """The arguments of `weft::paged_attention` after the pages."""
+    # A ragged batch may be a single request. Reading the lengths would wait for the device, and
+    # would end a capture.
     longest = batch.descriptor.query_len or max(len(q), 1)
     if window is None:
         if config.windows:
@@ -88,6 +90,8 @@ def attention_scores(q: Tensor, kv_pages: Tensor, batch: ResolvedBatch) -> Tenso
     """
     rows = list[Tensor]()
     for part, keys in _contexts(kv_pages[0], batch):
+        # Grouped by KV head, so that keys need not be repeated for each of the query heads that
+        # share them.
         queries = q[part].unflatten(1, (keys.shape[2], -1)).float()
         scores = torch.einsum("tkgd,tnkd->tkgn", queries, keys.float()).flatten(1, 2)
         rows.append(scores.masked_fill(~_visible_mask(batch, part, keys)[:, None], -torch.inf))
@@ -121,6 +125,7 @@ def _contexts(pages: Tensor, batch: ResolvedBatch) -> Iterator[tuple[slice, Tens
     """The keys or values [t, n, num_kv_heads, head_dim] of each token's request, for t tokens at a
     time."""
     owners, _ = find_owners(batch.query_start_loc, len(batch.input_ids))
+    # Unused entries of the table need not be pages; what is read there is masked.
     table = batch.block_table.clamp(0, len(pages) - 1)
     most = max(1, _MOST_ELEMENTS // (table.shape[1] * pages[0].numel()))
     for start in range(0, max(len(owners), 1), most):

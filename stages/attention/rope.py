@@ -110,6 +110,7 @@ def parse_rope(fields: Fields, default: Rope) -> Rope:
             the wrong type, or two places that disagree.
     """
     blocks = _blocks(fields)
+    # Without a block, `rope_theta` may still stand alone in the file: an empty block reads it.
     ropes = [
         _parse_block(fields, block, default) for block in blocks or [attrs.evolve(fields, raw={})]
     ]
@@ -298,6 +299,8 @@ def inverse_frequencies(
 def _llama3(rope: Rope, frequencies: Tensor, factor: float, original: int) -> Tensor:
     """Llama 3.1's frequencies: slow pairs are interpolated, fast ones kept, and those between are
     blended by their number of turns within the original context."""
+    # By way of the wavelength, as in transformers, since another order of operations rounds
+    # differently.
     turns = original / (2 * math.pi / frequencies)
     keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(
         0, 1

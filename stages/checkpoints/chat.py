@@ -112,6 +112,7 @@ def read_chat_template(folder: Path, call: str) -> ChatTemplate | None:
     config = folder / "tokenizer_config.json"
     try:
         if alone.is_file():
+            # Newer versions of transformers write this file, and it takes precedence there, too.
             source = alone.read_text(encoding="utf-8")
         else:
             source = None
@@ -132,6 +133,7 @@ def read_chat_template(folder: Path, call: str) -> ChatTemplate | None:
 
 def _default_of(template: Any) -> str | None:
     """The template; if there are several, the one named `default`."""
+    # Several templates are a list of objects: {"name": "tool_use", "template": ...}.
     if isinstance(template, list):
         named = {
             entry.get("name"): entry.get("template")
@@ -145,6 +147,7 @@ def _default_of(template: Any) -> str | None:
 
 
 def _text_of(token: Any) -> str | None:
+    # A token is a text, or an AddedToken as an object: {"content": "<s>", "lstrip": false, ...}.
     if isinstance(token, dict):
         token = token.get("content")
     if isinstance(token, str):

@@ -84,9 +84,13 @@ def _to_json(
 def compiled(source: str) -> Any:
     """A compiled template, in a sandbox with the functions that transformers provides."""
     extensions = [_Generation, loopcontrols]
+    # Templates are written for these two options: without them, each line of a block would leave
+    # its indentation and its line break in the prompt.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=extensions
     )
+    # Jinja's own filter escapes `<`, `>`, `&` and `'` for HTML, and sorts keys: another prompt than
+    # the model was trained on.
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
@@ -164,6 +168,7 @@ def _can_be_compiled(source: str, seconds: float) -> bool:
         _limit_time(seconds)
         compiled(source)
         code = 0
+    # Not `sys.exit`: a fork must neither flush buffers nor run exit handlers that are its parent's.
     os._exit(code)
 
 
@@ -196,6 +201,7 @@ def main() -> None:
         # Cached before any fork, so that no fork compiles it again.
         compiled(start["source"])
     while True:
+        # With children it wakes up to reap them; without, it sleeps until a command comes.
         ready, _, _ = select.select([control], [], [], _REAP_SECONDS if children else None)
         for number, pid in [*children.items()]:
             if os.waitpid(pid, os.WNOHANG)[0]:
@@ -207,6 +213,8 @@ def main() -> None:
             break
         letter, number = COMMAND.unpack(raw)
         if letter == b"k" and number in children:
+            # Safe: a child is in `children` until it is reaped, and its process id is not reused
+            # before that.
             os.kill(children[number], signal.SIGKILL)
         if letter == b"r":
             connection = socket.socket(fileno=sockets[0])
@@ -218,6 +226,8 @@ def main() -> None:
                     _render_one(start["source"], start["seconds"], connection)
                 os._exit(0)
             children[number] = pid
+            # Closed here, as the receiver sees the end of the stream only once no process has the
+            # socket open.
             connection.close()
     for pid in children.values():
         os.kill(pid, signal.SIGKILL)

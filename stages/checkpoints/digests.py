@@ -15,6 +15,7 @@ from weft.values.trees import tree_leaves
 # The number of places in a checkpoint that a digest reads, and the bytes read at each.
 _SAMPLES = 512
 _BYTES = 64
+# The most bytes of a header that are read: the size comes from the file, which may be damaged.
 _MAX_HEADER = 2**27
 # The number of values of a tensor that a digest reads.
 _VALUES = 4
@@ -56,6 +57,7 @@ def digest_files(folder: Path, files: Iterable[Path], header: int | None = None)
         size = file.stat().st_size
         hasher.update(f"{file.relative_to(folder).as_posix()} {size} ".encode())
         with file.open("rb") as opened:
+            # A safetensors file begins with the length of its header: 8 bytes, little-endian.
             first = min(
                 8 + int.from_bytes(opened.read(8), "little") if header is None else header, size
             )
@@ -75,6 +77,7 @@ def digest_params(params: Any) -> str:
     hasher = hashlib.blake2b(digest_size=8)
     hasher.update(str([(tuple(x.shape), x.dtype) for x in tensors]).encode())
     filled = [x.reshape(-1) for x in tensors if x.numel()]
+    # As float32, because NumPy has neither bfloat16 nor FP8.
     samples = [x[:: max(x.numel() // _VALUES, 1)][:_VALUES].to(torch.float32) for x in filled]
     if samples:
         hasher.update(torch.cat(samples).cpu().numpy().tobytes())

@@ -111,6 +111,7 @@ class Gguf:
 
     def digest(self, _: str) -> str:
         """Of the file."""
+        # A GGUF does not begin with the length of its header, which ends where the tensors begin.
         return digest_files(self.path.parent, [self.path], self.file.start)
 
     @contextmanager

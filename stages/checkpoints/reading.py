@@ -135,6 +135,7 @@ class SafetensorsReader:
         """Like `TensorReader.read`, in the checkpoint's dtype."""
         handle = self._handles[self._files[part.name]]
         if part.slices:
+            # A slice reads only its own bytes: a rank does not read the shares of the others.
             tensor: Tensor = handle.get_slice(part.name)[part.slices]
         else:
             tensor = handle.get_tensor(part.name)
@@ -247,6 +248,8 @@ def assemble(
             k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)
         }
         layers.append(LayerParams(**layer_tensors, index=i))
+    # None if the head is tied to an embedding in this stage: an optimizer would train a second leaf
+    # apart from the first.
     lm_head = None
     if layout.last and not config.tie_word_embeddings:
         lm_head = tensors["lm_head"]
@@ -278,7 +281,9 @@ def checked_device(device: torch.device | str, call: str) -> torch.device:
     try:
         # By making a tensor there, because torch finds out only then that a device is missing.
         return torch.empty(0, device=device).device
+    # A build of torch without CUDA raises AssertionError for `cuda`.
     except (RuntimeError, AssertionError) as error:
+        # After the first line, torch gives advice on debugging kernels, which does not apply here.
         reason = str(error).splitlines()[0]
         raise DeviceError(
             call, f"device={str(device)!r}: {reason}", "use a device of this machine, or 'cpu'"

@@ -174,6 +174,7 @@ class StageFunctions:
 def capability_of(functions: StageFunctions) -> str:
     """The graphs in which the attention can run, one of
     `weft.ops.attention.backends.CAPABILITIES`."""
+    # The back end with the fewest graphs decides; CAPABILITIES begins with the fewest.
     return min(
         (backend.capability for backend in functions._backends),
         key=CAPABILITIES.index,
@@ -270,6 +271,7 @@ def check_functions(call: str, functions: StageFunctions, num_layers: int) -> No
     """Raise ProgramError for something that is not a function or has another signature, for layers
     that the model does not have, for an `attend` that a custom `attention` would not call, and for
     an invalid number of leaves."""
+    # Not recursive: an AttentionBackend is an attrs class, too, and would become a dict.
     function_fields = attrs.asdict(functions, recurse=False)
     function_fields.pop("batch_invariant")
     names = (

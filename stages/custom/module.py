@@ -112,6 +112,8 @@ def from_module(module: nn.Module, *, call: Call | None = None) -> ModuleStage:
     ) -> tuple[dict[str, Tensor], Any]:
         of_objects = {one.name: state[one.name] for one in in_objects if one.name in state}
         values = {f"module.{name}": value for name, value in {**params, **state}.items()}
+        # `functional_call` replaces parameters and buffers only; `_Caller` puts the others in their
+        # places.
         for name in of_objects.keys() - buffers.keys():
             del values[f"module.{name}"]
         with ExitStack() as stack:
@@ -138,6 +140,7 @@ def from_module(module: nn.Module, *, call: Call | None = None) -> ModuleStage:
     stage.__name__ = stage.__qualname__ = f"stage {type(module).__name__}"
     params = {name: p.detach() for name, p in module.named_parameters()}
     state = {**buffers, **{one.name: one.tensor for one in in_objects}}
+    # Copies, because the stage donates its state: a run would write to the module's own buffers.
     return ModuleStage(stage, params, {name: b.detach().clone() for name, b in state.items()})
 
 
@@ -295,6 +298,7 @@ def _forget_lock(key: int, part: Any) -> None:
 
 def _lock_of(part: Any) -> "RLock | None":
     reference, lock = _LOCKS.get(id(part), (None, None))
+    # The id of an object that is gone may be that of a new one, so the object is compared, too.
     if reference is not None and reference() is part:
         return lock
     return None
@@ -339,6 +343,7 @@ class _Caller(nn.Module):
             object_tensors = [one for one in self.in_objects if one.name in of_objects]
             for one in object_tensors:
                 before = one.put(of_objects[one.name], self.module)
+                # Also if the run raises: the module keeps its own tensors.
                 stack.callback(_put_back, one.places, before)
             if watched():
                 stack.enter_context(
@@ -357,6 +362,7 @@ def _put_back(places: list[Place], before: list[Any]) -> None:
 
 def _call_on_inputs(module: nn.Module, batch: Any, x: Any) -> Any:
     inputs = batch if x is None else x
+    # An output of transformers is a mapping and a dataclass, and is passed on as one value.
     by_name = isinstance(inputs, Mapping) and not is_dataclass(inputs)
     if by_name:
         kwargs: dict[str, Any] = dict(inputs)
@@ -364,6 +370,7 @@ def _call_on_inputs(module: nn.Module, batch: Any, x: Any) -> Any:
         kwargs = {}
     if by_name:
         args: tuple[Any, ...] = ()
+    # Not `isinstance`: a named tuple is one argument.
     elif type(inputs) is tuple:
         args = inputs
     else:
@@ -458,6 +465,7 @@ def _unchanged(module: nn.Module, state: Set[int]) -> Iterator[None]:
         change = next(before.changes(state), None)
     finally:
         before.restore()
+        # `put` returns None: it puts back each generator that has drawn, and keeps it in the list.
         drawn = [
             generator
             for generator, get, put, state in draws

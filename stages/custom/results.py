@@ -98,6 +98,7 @@ def check_added(function: str, added: Any, hidden: Tensor) -> Tensor:
     problem = f"it returned {_kinds(added)}"
     if isinstance(added, Tensor):
         fits = added.shape[-2:] == hidden.shape and added.dim() in (2, 3)
+        # Parts are in float32, whatever the model's dtype is.
         if fits and added.dtype in (hidden.dtype, torch.float32):
             return added
         problem = f"it returned {list(added.shape)}, {added.dtype}"

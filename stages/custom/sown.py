@@ -43,6 +43,7 @@ class SownNames:
             ProgramError: another layer carries one of them; or all stages ran, and none of them
                 sowed a declared name.
         """
+        # Replaced and never written to, since threads of other stages may be reading it.
         self.last[stage] = frozenset(sown.values), frozenset(sown.carried)
         for name, layer in sown.carried_in.items():
             if (first := self.carried_in.setdefault(name, layer)) != layer:
@@ -162,6 +163,7 @@ class Sown:
         # what stages exchange is fixed.
         for name, example in self.captures.items():
             if name in self.values:
+                # A new dict, because `x.captured` belongs to the result of the stage before.
                 captured = {**captured, name: PerToken(self.values[name])}
             elif name not in captured:
                 shape = self.num_tokens, *example.shape

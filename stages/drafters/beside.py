@@ -45,6 +45,7 @@ def reader(config: ModelConfig, functions: StageFunctions, device: torch.device)
     def read(
         params: DecoderParams, kv_pages: Tensor, batch: ResolvedBatch
     ) -> tuple[Tensor, Tensor]:
+        # Sentinels and embedded tokens have negative ids; adapters are those of the main model.
         clamped_batch = attrs.evolve(
             batch, input_ids=batch.input_ids.clamp(min=0), adapters=None, active_adapters=None
         )
@@ -54,6 +55,7 @@ def reader(config: ModelConfig, functions: StageFunctions, device: torch.device)
         if section is None:
             places = batch.positions
         else:
+            # Text: time, height and width are one position.
             places = batch.positions[:, None].expand(-1, 3)
         tables = rope_tables(frequencies, places, factor, hidden.dtype, section)
         return run_layers(

@@ -93,6 +93,7 @@ def ngram_drafter(num_drafts: int, shortest: int, longest: int) -> Drafter:
         if not count:
             return batch
         tokens = state.drafting.tokens[batch.rows]
+        # `positions` counts the tokens in the cache, and the last sampled token is not there yet.
         lengths = state.positions[batch.rows] + 1
         return fill_in(state, batch, find_drafts(tokens, lengths, count, shortest, longest))
 

@@ -18,6 +18,7 @@ import attrs
 from weft.errors import CheckpointError, CheckpointNotFoundError, WeftError
 from weft.extras import install_command
 
+# The letters of `struct` by the format's numbers of value types (`gguf_metadata_value_type`).
 _SCALARS = {
     0: "B",
     1: "b",
@@ -226,8 +227,12 @@ def _read(
     reader.at = 4
     version = reader.number("I")
     if version not in _VERSIONS:
+        # A big-endian file begins with the same four bytes; only the version shows the order of
+        # bytes.
         big = struct.unpack("<I", struct.pack(">I", version))[0] in _VERSIONS
         raise _Fault("it is big-endian" if big else f"it has version {version}; weft reads 2 and 3")
+    # The least bytes of an entry. A tensor: the length of its name, its dimensions, type and offset
+    # (8 + 4 + 4 + 8). A value: the length of its key, its type, and one byte (8 + 4 + 1).
     num_tensors = reader.count(24, "tensors")
     num_values = reader.count(13, "values of metadata")
     metadata: dict[str, Any] = {}
@@ -242,8 +247,10 @@ def _read(
         dims = reader.number("I")
         if not 1 <= dims <= _MOST_DIMS:
             raise _Fault(f"{name:.200} has {dims} dimensions")
+        # ggml has the contiguous dimension first, torch last.
         shape = reader.numbers("Q", dims)[::-1]
         _add(infos, name, (shape, *reader.numbers("I"), *reader.numbers("Q")))
+    # Offsets of tensors count from the end of the header, rounded up to the alignment.
     start = -(-reader.at // alignment) * alignment
     tensors = {
         name: _place(name, *entry, start, len(reader.data), block_sizes)

@@ -43,6 +43,7 @@ _OTHERS = {
     "rope.scaling.factor",
     "rope.scaling.original_context_length",
 }
+# A note on how the model was trained.
 _NEUTRAL = {"rope.scaling.finetuned"}
 # The keys that weft does not use, with the values at which they change nothing.
 _NEUTRAL_AT: Mapping[str, tuple[Any, ...]] = {
@@ -118,6 +119,7 @@ def _fields_of(file: GgufFile, fields: Fields, *, experts: bool) -> Iterator[tup
     )
     yield (
         "architectures",
+        # Only the window tells a Mistral from a Llama here (`_ARCHITECTURES`).
         ["MistralForCausalLM" if window else _ARCHITECTURES[str(file.architecture)]],
     )
     yield from {"sliding_window": window}.items() if window else ()
@@ -158,6 +160,7 @@ def _sizes(file: GgufFile, fields: Fields) -> Iterator[tuple[str, Any]]:
     )
     layers = fields.integer("block_count", None)
     fields.check(
+        # Checked before anything has that size: the count in a malformed file may be 2**31 - 1.
         layers <= len(file.tensors),
         "block_count",
         f"as many as its {len(file.tensors)} tensors make",
@@ -170,7 +173,11 @@ def _sizes(file: GgufFile, fields: Fields) -> Iterator[tuple[str, Any]]:
     yield "head_dim", size
     yield "num_key_value_heads", fields.integer("attention.head_count_kv", heads)
     yield "vocab_size", fields.integer("vocab_size", embedding.shape[0])
+    # The format has no key for a tied head: llama.cpp uses the embedding if there is no output
+    # matrix.
     yield "tie_word_embeddings", "output.weight" not in file.tensors
+    # A matrix of a block, because llama.cpp writes norms in F32 in every GGUF, and the embedding
+    # may be packed in another type than the blocks.
     matrix = file.tensors.get("blk.0.ffn_down.weight") or file.tensors.get(
         "blk.0.ffn_down_exps.weight", embedding
     )

@@ -34,6 +34,7 @@ def stored_name(name: str, architecture: str, num_layers: int) -> str:
     'blk.3.ffn_up_exps.weight'
     """
     names = _names(architecture, num_layers)
+    # A name that the package does not map stays as it is, and is then reported as missing.
     return names.get_name(_EXPERT.sub("", name), try_suffixes=(".weight", ".bias")) or name
 
 
@@ -98,6 +99,8 @@ class GgufTensors:
         tensor is packed, a new one of `dtype`."""
         stored = self.file.tensors[self._stored_name(part)]
         if expert := _EXPERT.search(part.name):
+            # The experts of a layer lie one after the other, so one of them is a contiguous range
+            # of bytes.
             size = stored.size // stored.shape[0]
             stored = StoredTensor(
                 stored.shape[1:], stored.kind, stored.start + int(expert[1]) * size, size

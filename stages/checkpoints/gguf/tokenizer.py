@@ -24,6 +24,7 @@ from weft.stages.checkpoints.gguf.file import GgufFile
 from weft.stages.checkpoints.tokenizer import tokenizer_failures
 
 _PREFIX = "tokenizer.ggml."
+# Types of tokens, as llama.cpp numbers them.
 _CONTROL = 3
 _USER_DEFINED = 4
 # The keys of special tokens that are not named as in transformers. The format itself misspells
@@ -159,6 +160,8 @@ def _byte_level(fields: Fields) -> Tokenizer:
     tokens = _strings(fields, "tokens")
     merges = [
         (left, right)
+        # Byte-level tokens contain no space (it is written as another character), so the first
+        # separates.
         for left, _, right in (one.partition(" ") for one in _strings(fields, "merges"))
     ]
     vocab = {token: index for index, token in enumerate(tokens)}
@@ -170,6 +173,7 @@ def _byte_level(fields: Fields) -> Tokenizer:
     splits: list[Any] = [
         pre_tokenizers.Split(Regex(one), behavior="isolated") for one in pre_tokenizer.splits
     ]
+    # Without its regular expression, which is GPT-2's: the splits before it take its place.
     last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, last])
     tokenizer.decoder = decoders.ByteLevel()
@@ -186,6 +190,7 @@ def _sentencepiece(fields: Fields) -> Tokenizer:
     scheme: Any = "first" if spaced else "never"
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme=scheme, split=False)
     steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    # Removes the space that encoding puts before the first word.
     steps += [decoders.Strip(" ", left=1)] if spaced else []
     tokenizer.decoder = decoders.Sequence(steps)
     return _with_special_tokens(tokenizer, fields, tokens, add_bos=True)
@@ -223,6 +228,7 @@ def _with_special_tokens(
         len(kinds) in (0, len(tokens)), {"token_type": len(kinds)}, "one type for each token"
     )
     pairs = [(token, kind) for token, kind in zip(tokens, kinds, strict=False) if token]
+    # Not normalised: they are matched in the text as it is written, before NFC changes it.
     tokenizer.add_special_tokens(
         [
             AddedToken(content, normalized=False, special=True)
@@ -268,6 +274,7 @@ def _token_id(fields: Fields, name: str, tokens: Sequence[str]) -> int | None:
 def _is_list(value: Any, kind: type) -> bool:
     def fits(one: Any) -> bool:
         if kind is float:
+            # Finite: a file has scores in float32, whose largest number is about 3.4e38.
             return is_number(one, -3.5e38, 3.5e38)
         return type(one) is kind
 
