@@ -8,6 +8,8 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
+# Not cachetools: `LRUCache.get` costs several times a dict's on paths that each call takes, and
+# raises KeyError where threads share a cache without a lock.
 class BoundedDict(OrderedDict[K, V]):
     """A dict of limited size: setting an entry drops the oldest ones that no longer fit.
 

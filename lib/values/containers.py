@@ -53,6 +53,7 @@ def _values(node: Any) -> dict[str, Any] | None:
     if isinstance(node, type):
         return None
     if attrs.has(type(node)):
+        # By the alias: `__init__` takes a field `_x` as `x`.
         return {str(f.alias): getattr(node, f.name) for f in attrs.fields(type(node)) if f.init}
     if is_dataclass(node):
         return {f.name: getattr(node, f.name) for f in fields(node) if f.init}
@@ -82,6 +83,7 @@ def containers_in(arguments: Mapping[str, Any]) -> list[Container]:
 
 
 def _containers(path: str, node: Any) -> Iterator[Container]:
+    # A torch.Size is a leaf in weft's trees, although torch's pytree opens it.
     if type(node) is Size:
         children = []
     else:

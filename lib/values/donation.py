@@ -335,6 +335,7 @@ def donates(*argnames: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             try:
                 return signature.bind(*args, **kwargs)
             except TypeError as error:
+                # `inspect` says which argument is missing, but not of which function.
                 raise TypeError(f"{wrapped.__name__}{signature}: {error}") from None
 
         @functools.wraps(fn)

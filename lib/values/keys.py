@@ -46,6 +46,7 @@ def value_key(value: Any) -> Any:
     if isinstance(value, float):
         # The text tells 0.0 from -0.0, and makes nan equal to itself.
         return (kind, value.hex())
+    # The text again; a complex number has no `hex`.
     if isinstance(value, complex):
         return (kind, repr(value))
     if isinstance(value, slice):

@@ -328,6 +328,7 @@ def reachable_tensors(
     """
     start: list[tuple[str, Any, Any, tuple[Step, ...], bool]]
     start = [(path, root, root, (), False) for path, root in roots.items()]
+    # Reversed, as members are below: a stack gives back last what was put on it first.
     stack = start[::-1]
     # A value is visited once below plain objects and once outside of them: the answer differs.
     visited = set[tuple[int, bool]]()
@@ -531,6 +532,8 @@ def _refill(value: set[Any], contents: Set[Any]) -> None:
 
 def _refill_array(value: Any, contents: Any) -> None:
     if value.shape != contents.shape:
+        # Not by its `shape`, to which NumPy deprecates writes; and without the check, which refuses
+        # an array that anything else refers to.
         value.resize(contents.shape, refcheck=False)
     value[...] = contents
 
@@ -549,11 +552,13 @@ _ARRAY = _Contents(
 _RANDOM = _Contents(
     random.Random.getstate, random.Random.setstate, lambda now, was: bool(now == was)
 )
+# Compared by their bytes, as `==` takes NaN for a change, and -0.0 for 0.0.
 _NUMPY_ARRAY = _Contents(
     lambda value: value.copy(),
     _refill_array,
     lambda now, was: now.shape == was.shape and (now is was or now.tobytes() == was.tobytes()),
 )
+# Compared as texts: the state is a dict that may hold an array, whose `==` has no truth value.
 _NUMPY_GENERATOR = _Contents(
     lambda value: value.bit_generator.state,
     lambda value, contents: setattr(value.bit_generator, "state", contents),

@@ -77,6 +77,7 @@ class Schema:
     def parse(cls, text: str) -> "Schema":
         """The inverse of `str`."""
         if text.strip() not in ("", "nothing"):
+            # At commas outside of brackets: those after which no `]` comes before the next `[`.
             parts = re.split(r",\s*(?![^\[]*\])", text)
         else:
             parts = []

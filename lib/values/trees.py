@@ -373,6 +373,7 @@ def pytree(cls: C) -> C:
         cls,
         flatten,
         unflatten,
+        # torch.export stores structures, and finds their classes again by this name.
         serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
         flatten_with_keys_fn=flatten_with_keys,
     )
@@ -406,6 +407,8 @@ def keys_in(structure: TreeSpec) -> tuple[Any, ...]:
     context = structure.context
     node_keys = list[Any]()
     if isinstance(kind, type) and issubclass(kind, dict):
+        # torch's context of a defaultdict is its factory and its keys; of other dicts, the keys
+        # alone.
         if kind is defaultdict:
             keys = context[1]
         else:
