@@ -433,6 +433,7 @@ class ResolvedBatch(Summarized):
                 f"a tensor [{num_tokens}, ...]: a value for each token",
             )
         lengths = self.query_start_loc[1:] - starts
+        # The result for a batch without tokens, for which the loop does not run.
         outputs = value[:0]
         for place in range(self.descriptor.query_len or num_tokens):
             # The shapes are the same in each step, for a capture: requests that have no token at

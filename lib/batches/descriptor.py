@@ -49,6 +49,7 @@ class Descriptor(Protocol):
     (True, False)
     """
 
+    # No `__dict__`, so that a class with slots may inherit from this one.
     __slots__ = ()
 
     def covers(self, other: Self, /) -> bool:

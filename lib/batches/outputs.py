@@ -51,6 +51,8 @@ class PerRequest(Summarized):
             "a PerRequest, whose values are of requests and not of tokens, has no attribute"
             f" {name!r}"
         )
+        # Not a ProgramError: `hasattr`, `copy` and `pickle` expect this one for a name that is
+        # missing.
         raise AttributeError(f"{problem}: {_INSTEAD}" if hasattr(Tensor, name) else problem)
 
     __hash__ = object.__hash__
@@ -84,6 +86,7 @@ for _name in (
     ),
     *("__neg__", "__abs__", "__invert__", "__float__", "__int__", "__index__", "__contains__"),
 ):  # methods that Python would answer by itself, or refuse with a less helpful error
+    # In the class, where Python looks up special methods: it does not ask `__getattr__` for them.
     type.__setattr__(PerRequest, _name, _refused(_name))
 
 

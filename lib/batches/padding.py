@@ -73,6 +73,7 @@ def pad(tree: T, descriptor: Any) -> T:
 
     def checked(value: Tensor, spec: Axes) -> Tensor:
         actual_shape = tuple(value.shape)
+        # A tree with several batches does not say which of them a tensor belongs to.
         if len(descriptors) == 1:
             said = padded_shape(value, spec, descriptors[0])
         else:
@@ -117,6 +118,8 @@ def grow(value: Tensor, spec: Axes, descriptor: Any) -> Tensor:
     if not isinstance(spec.pad, str):
         # One operator instead of the several of `write_padded`: the host pads each step.
         more = [size - old for old, size in zip(value.shape, shape, strict=True)]
+        # torch takes the last dimension first, and of each the padding before it and the padding
+        # after it.
         return torch.constant_pad_nd(
             value, [end for last in reversed(more) for end in (0, last)], spec.pad
         )
@@ -168,6 +171,7 @@ def inert(tree: T, descriptor: Any) -> T:
 
     def blank(value: Tensor, spec: Axes) -> Tensor:
         target = value.new_empty(padded_shape(value, spec, descriptor))
+        # Of an empty value, so that no token of a request remains in the target.
         write_padded(target, value[(slice(0, 0),) * value.dim()], spec)
         return target
 

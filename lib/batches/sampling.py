@@ -140,8 +140,10 @@ class SamplingParams:
         instead."""
         for name, default, holds, instead in _checks():
             value = getattr(self, name)
+            # A default is valid, and most fields hold the default object itself.
             if value is not default and not holds(value):
                 return f"{name}={value!r}", instead
+        # A greedy request would ignore these without a word.
         if _is_none(self.temperature) and (drawn := self._only_drawn()):
             problem = f"{drawn}, which changes nothing of a greedy request, and no temperature"
             return (

@@ -112,6 +112,7 @@ def _row_fault(
 
 def _in_order(columns: Sequence[str], values: Mapping[str, T]) -> list[T]:
     """The values in the order of the columns; each column must have exactly one."""
+    # By name: by position, a new column would take another one's value unnoticed.
     assert values.keys() == {*columns}, f"a row of {sorted(values)}, and columns {columns}"
     return [values[name] for name in columns]
 
@@ -130,6 +131,7 @@ def _floats(params: SamplingParams) -> dict[str, float]:
 
 def _ints(params: SamplingParams, prompt_len: int) -> dict[str, int]:
     return {
+        # Without a seed, a request is greedy (`_row_fault`) and draws nothing.
         "seed": params.seed or 0,
         "features": features(params),
         "top_k": params.top_k,
@@ -157,6 +159,7 @@ def _write_wide(
         table.stops[row] = to_device(pack_bits(params.stop_token_ids, table.vocab_size), device)
     if used & BIAS:
         count = len(params.logit_bias)
+        # An earlier request of this row may have had more biases.
         table.bias_ids[row] = -1
         table.bias_ids[row, :count] = to_device(
             torch.tensor(list(params.logit_bias), dtype=torch.int32), device
@@ -168,7 +171,9 @@ def _write_wide(
         table.bias[row, :count] = to_device(bias, device)
     if used & PENALTIES:
         counts = {token: min(count, MOST_COUNTED) for token, count in Counter(generated).items()}
+        # IN_PROMPT is the sign bit, so that the sum sets it beside the count.
         counts |= {token: counts.get(token, 0) + IN_PROMPT for token in set(prompt) - {EMBEDDED}}
+        # The row may have the counts of an earlier request.
         table.counts[row] = 0
         tokens = to_device(torch.tensor(list(counts), dtype=torch.int64), device)
         table.counts[row, tokens] = to_device(
