@@ -91,6 +91,7 @@ def as_mesh(mesh: Any, call: str) -> "Mesh":
 def coordinates_of(mesh: Mesh, rank: int) -> dict[str, int]:
     """The place of a rank along each axis."""
     coordinates = dict[str, int]()
+    # Row by row: the last axis counts fastest.
     for name, size in reversed(mesh.axes):
         rank, coordinates[name] = divmod(rank, size)
     return {name: coordinates[name] for name, _ in mesh.axes}

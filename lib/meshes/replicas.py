@@ -55,11 +55,13 @@ def _is_equal(a: Tensor, b: Tensor) -> bool:
         return False
     if is_functorch_wrapped_tensor(a) or is_functorch_wrapped_tensor(b):
         return _is_equal_in_each_row(a, b)
+    # A lazily conjugated or negated tensor has the bytes of another value.
     dense = [x.detach().resolve_conj().resolve_neg().contiguous() for x in (a, b.to(a.device))]
     # Not `reshape`: a dimension of one element may have any stride, `reshape` keeps it, and then
     # `view` with another dtype refuses it.
     flat = [x.as_strided((x.numel(),), (1,)) for x in dense]
     # Compared as integers: `torch.equal` of floats takes -0.0 and 0.0 for equal, NaNs for unequal.
+    # torch views bytes as int64 only if their number and their offset are multiples of 8.
     in_words = all(x.nbytes % 8 == 0 and x.storage_offset() * x.itemsize % 8 == 0 for x in flat)
     bits = [x.view(torch.int64 if in_words else torch.uint8) for x in flat]
     return torch.equal(*bits)
