@@ -93,9 +93,11 @@ class Kernel:
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        # With the device, since a compiled kernel is loaded on one device.
         key = self._device(), *_kinds(args, options)
         if (cached := self._cache.get(key)) is not None:
             compiled, constants = cached
+            # A compiled kernel takes all three dimensions of its grid.
             compiled[*grid, *(1,) * (3 - len(grid))](*args, *constants)
             return
         self._check_constants(args)
@@ -142,6 +144,8 @@ def _add_kinds(kinds: list[Any], values: Iterable[Any], *, exact: bool) -> None:
         kind = type(value)
         if kind is int and not exact:
             add((value == 1, value % 16 == 0, -(2**31) <= value < 2**31, value < 2**63))
+        # The look-up spares most values `isinstance`, which asks the metaclass of Tensor and took a
+        # third of the time of recognising a launch.
         elif kind not in _VALUES and isinstance(value, Tensor):
             add(value.dtype)
             add(value.data_ptr() % 16)
@@ -167,6 +171,7 @@ class _Workers(ThreadPoolExecutor):
     """A thread pool whose finished tasks a progress bar counts."""
 
     def __init__(self, bar: Any) -> None:
+        # The current device is a setting of each thread: the workers take over the caller's.
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
         super().__init__(
             min(_MOST_THREADS, os.cpu_count() or 1), initializer=_on, initargs=(device,)

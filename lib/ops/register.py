@@ -225,6 +225,8 @@ def _infer_schema(reference: Function, parameters: Function, writes: Sequence[st
     return library.infer_schema(prototype, mutates_args=writes)
 
 
+# torch.compile treats every call as one inside a transform of torch.func, and cannot read a context
+# variable: while it compiles (`compiling()`), `anywhere` is asked instead (`weft.settings`).
 _CALL = """
 def bind(op, launch, derived, exact, is_grad_enabled, in_functorch_transform, is_batch_invariant, compiling, anywhere):
     def call({names}):

@@ -77,6 +77,7 @@ def resolve_tokens(
     valid = (place < starts[1:][owner] - starts[owner]) & (row >= 0)
     position = torch.where(valid, positions[row] + place, 0)
     ids = torch.where(valid, torch.where(input_ids == LAST_TOKEN, last_tokens[row], input_ids), 0)
+    # In int64, as a slot, `page * page_size`, may be too large for int32.
     page = block_table[row, position // page_size].to(torch.int64)
     kept = valid
     if limits is not None:

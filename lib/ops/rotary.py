@@ -146,6 +146,7 @@ def _rotated(
 def functional_rotate_and_keep(*args: Any) -> tuple[Tensor, Tensor]:
     """`rotate_and_keep` with new pages, which it returns after the queries; no value is read on the
     host."""
+    # The arguments are those of `rotate_and_keep`; number 7 is `kv_pages`.
     if args[7].dtype == torch.float8_e4m3fn and any(
         isinstance(x, Tensor) and is_differentiated(x) for x in args
     ):

@@ -107,6 +107,8 @@ class AttentionBackend:
     windows: bool = True
     batch_invariant: bool = False
     missing: Callable[[torch.device], str] = _lacks_nothing
+    # An operator of torch takes tensors, numbers and texts: this number stands for the back end
+    # there.
     handle: int = attrs.field(
         init=False, repr=False, factory=count().__next__, metadata=OF_THIS_PROCESS
     )
@@ -146,6 +148,7 @@ class AttentionBackend:
             ProgramError: it wrote to an argument that other layers read.
         """
         if BACKENDS.get(self.name) is self:
+            # weft's own back ends write only to their results, and are not watched.
             return self.attend(q, *rest)
         before = counted_changes(read := rest[: len(_READ)])
         out = self.attend(q, *rest)
@@ -378,6 +381,8 @@ FLASHINFER = AttentionBackend(
 )
 
 # The default back end of each type of device, whose operator is `weft::paged_attention` itself.
+# FlashInfer's FA3 was faster only in steps that an engine hardly makes, by less than its plan
+# takes.
 OWN = {"cpu": REFERENCE, "cuda": TRITON}
 # The back ends by name, for `weft.load(..., attention=name)`.
 BACKENDS = {one.name: one for one in (REFERENCE, TRITON, TORCH, FLASHINFER)}

@@ -123,6 +123,7 @@ def _decode(q: Tensor, kv_pages: Tensor, scale: float, window: int, planned: Dec
         planned.table.shape[1] * kv_pages.shape[2],
         bmm1_scale=scale,
         bmm2_scale=1.0,
+        # FlashInfer does not count the query's own position; -1: no window.
         window_left=window - 1,
         out=torch.empty_like(q, memory_format=torch.contiguous_format),
         kv_layout="NHD",

@@ -18,6 +18,7 @@ def keep(k: Tensor, v: Tensor, slot_mapping: Tensor, kv_pages: Tensor) -> Tensor
     skipped."""
     slots = kv_pages.shape[1] * kv_pages.shape[2]
     slot = slot_mapping.long()
+    # In the flattened pages, all slots of keys come before those of values.
     index = torch.where(slot < 0, 2 * slots, torch.stack((slot, slot + slots))).flatten()
     new = _as_bytes(as_kept(torch.cat((k, v)), kv_pages.dtype))
     old = _as_bytes(kv_pages.flatten(0, 2))
@@ -84,6 +85,7 @@ def attend(
     end = torch.where((step < lengths[:, None]) & live[token], position + 1, 0).amax(1)
     queries = _by_kv_head(widened(torch.where(live[:, None, None], q, 0))[token], kv_heads) * scale
 
+    # Unused entries of the table need not be pages; what is read there is masked below.
     history = kv_pages[:, block_table.clamp(0, kv_pages.shape[1] - 1)].flatten(2, 3)
     context = torch.arange(history.shape[2], device=q.device)
     # Memory past the context may hold NaN, and 0 * NaN is NaN: zero it.

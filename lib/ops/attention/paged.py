@@ -294,6 +294,7 @@ def _attend(
             rows = F.pad(rows, (0, -dim % _PADDED, 0, -num_rows % _PADDED))
         keys, values = history.transpose(1, 2)
         scores = torch.bmm(rows, keys.transpose(1, 2))
+        # A single query sees its whole history, unless a window hides some of it.
         if end - start > 1 or 0 < window < length:
             scores = _masked(scores, end - start, window)
         weighted = torch.bmm(torch.softmax(scores, dim=-1), values)[:, :num_rows, :dim]

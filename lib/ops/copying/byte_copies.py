@@ -47,6 +47,7 @@ MOST_REPEATED = 2**14
 def is_dense(x: Tensor) -> bool:
     """Whether the elements of `x` are contiguous in some order of its dimensions."""
     expected = 1
+    # The stride of a dimension of one element means nothing, and torch may have any number there.
     for stride, size in sorted(
         (stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1
     ):

@@ -36,8 +36,10 @@ ARITIES = (8, 64, 448)
 
 _WARPS = 4
 _BLOCK = 1024
+# The least bytes of a program's share of a large copy, and the most programs of a launch.
 _LEAST_SHARE = 2**14
 _MOST_PROGRAMS = 4096
+# Room for pointers to scratch memory, which some versions of Triton append to the parameters.
 _SCRATCH = 4
 
 
@@ -119,6 +121,7 @@ def plan_launch(copies: Copies) -> Launch:
     if not rows:
         return _nothing
     arity = next(n for n in ARITIES if n >= len(copies.fixed))
+    # In stream order: the first batch of a new size would otherwise wait for the device.
     table = to_device(torch.tensor(rows, dtype=torch.int64), device)
     if device.type != "cuda" or (handle := kernel_handle(device, arity)) is None:
         return functools.partial(_launch_by_triton, table, arity, copies)
@@ -234,6 +237,7 @@ def launch_by_driver(handle: int, arity: int, table: Tensor, copies: Copies) -> 
     # The default of `_keep_alive` holds the tensors whose addresses are in the arguments.
     def launch(counterparts: Sequence[Tensor], _keep_alive: Any = (table, copies)) -> None:
         pack(values, 0, *map(address, counterparts))
+        # At each call: a capture, for example, has a stream of its own.
         config.stream = stream()
         if run():
             # A thread that has not used CUDA yet has no context: torch makes it current, and the

@@ -104,6 +104,8 @@ def _rows(tile, inner, GATED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.conste
     return n
 
 
+# Without `EARLY`: loading an expert's weights before `begin` gained 2 % at one token, and lost 2 %
+# at eight.
 @triton.jit
 def _expert_tile(
     x,

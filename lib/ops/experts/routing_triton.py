@@ -200,6 +200,7 @@ def align(experts: Tensor, num_experts: int, block: int, first: int = 0) -> Alig
     Nothing is read on the host, so the tensors have room for the worst case.
     """
     pairs = experts.numel()
+    # Each expert that has pairs may leave its last block partly empty.
     blocks = pairs // block + min(pairs, num_experts)
     order = experts.new_empty(blocks * block)
     owners = experts.new_empty(blocks)

@@ -17,6 +17,7 @@ import triton.language as tl
 from weft.ops.kernel_triton import INTERPRETED, begin
 from weft.ops.products.fp8 import LEAST, MOST
 
+# A kernel may read a global variable only if it is a `constexpr`.
 _MOST = tl.constexpr(MOST)
 _LEAST = tl.constexpr(LEAST)
 
@@ -79,6 +80,8 @@ def clamp_to_fp8(x):
     return to_fp8(tl.where(wide == wide, clamped, wide))
 
 
+# `largest` is a tensor, by `tl.full`: in the interpreter of Triton 3.8 a constexpr plus a tensor is
+# a constexpr, which `div_rn` does not take.
 @triton.jit
 def quantize_rows(x):
     """FP8 values and scales `[R]` of float32 rows `[R, 128]`, as `reference_quantize` defines
@@ -90,6 +93,7 @@ def quantize_rows(x):
     return values, tl.div_rn(most, largest)
 
 
+# Only the weights are loaded early: on an H100, loading their scales before `begin` was slower.
 @triton.jit
 def _multiply_first(
     x,

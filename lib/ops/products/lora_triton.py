@@ -145,6 +145,7 @@ def add_lora(
     num_active = active.shape[0]
     low = x.new_empty((splits, tokens, pairs * rank), dtype=torch.float32)
     token_blocks = cdiv(tokens, _TOKENS)
+    # `tl.dot` takes no fewer than 16 columns; those beyond the rank are masked.
     ranks = max(16, min(power_of_two(rank), _MOST_RANK))
     blocks = cdiv(max(end - start for start, end in pairwise(starts)), _ROWS)
     with torch.cuda.device_of(x):

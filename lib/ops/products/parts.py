@@ -20,6 +20,7 @@ def sum_parts(x: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if x.dim() == 2:
         return x.to(dtype)
+    # One after the other, as the kernels add them; `x.sum(0)` may add in another order.
     total = widened(x[0])
     for part in x[1:]:
         total = total + widened(part)

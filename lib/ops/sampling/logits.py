@@ -68,6 +68,7 @@ def pack_bits(token_ids: Iterable[int], vocab_size: int) -> Tensor:
     words: dict[int, int] = {}
     for token in token_ids:
         words[token // 32] = words.get(token // 32, 0) | 1 << token % 32
+    # In int64, as a word with bit 31 set is too large for int32; the conversion keeps its bits.
     mask = torch.zeros(-(-vocab_size // 32), dtype=torch.int64)
     mask[torch.tensor(list(words), dtype=torch.int64)] = torch.tensor(
         list(words.values()), dtype=torch.int64
@@ -77,6 +78,7 @@ def pack_bits(token_ids: Iterable[int], vocab_size: int) -> Tensor:
 
 def unpack_bits(mask: Tensor, vocab_size: int) -> Tensor:
     """Unpack a mask [num_reqs, ceil(vocab_size / 32)] int32 to [num_reqs, vocab_size] bool."""
+    # The shift of a negative word copies its sign bit, and `& 1` drops the copies.
     bits = (mask[:, :, None] >> torch.arange(32, dtype=torch.int32, device=mask.device)) & 1
     return bits.flatten(1)[:, :vocab_size] != 0
 
@@ -88,6 +90,7 @@ def bar(logits: Tensor, barred: Tensor) -> Tensor:
 
 def add_bias(logits: Tensor, token_ids: Tensor, bias: Tensor) -> Tensor:
     """Add `bias` to the logits of `token_ids`, [num_reqs, most] each; an id of -1 is skipped."""
+    # A skipped id adds 0 to token 0: a mask would need the host to know how many there are.
     return logits.scatter_add(
         1, token_ids.clamp(min=0).to(torch.int64), torch.where(token_ids < 0, 0.0, bias)
     )
@@ -139,6 +142,7 @@ def keep_top_k(scaled: Tensor, top_k: Tensor) -> Tensor:
     """Bar all but the k largest logits and those that tie with the k-th; a k of 0 keeps all (Fan et
     al., 2018, arXiv 1805.04833)."""
     last = torch.where(top_k <= 0, scaled.shape[1], top_k).clamp(max=scaled.shape[1]) - 1
+    # Not `topk`, which takes one k for all rows, as a number on the host.
     least = scaled.sort(-1, descending=True).values.gather(1, last[:, None])
     return bar(scaled, scaled < least)
 

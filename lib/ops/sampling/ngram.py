@@ -32,6 +32,7 @@ def find_drafts(tokens: Tensor, lengths: Tensor, count: int, shortest: int, long
     run = torch.zeros_like(tokens, dtype=torch.int64)
     for back in range(longest):
         suffix_token = tokens.gather(1, (last - back).clamp(min=0))
+        # `roll` wraps around, so the first `back` places are left out.
         alive = alive & (place >= back) & (tokens.roll(back, 1) == suffix_token)
         run = run + alive
     # The key orders matches by length and then by place, so that the latest of the longest wins.

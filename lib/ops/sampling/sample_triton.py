@@ -53,6 +53,8 @@ def _unsigned(x):
     return x.to(tl.uint64, bitcast=True)
 
 
+# 2.3283064365386963e-10 is 2**-32, 1.1102230246251565e-16 is 2**-53, 5.9604644775390625e-08 is
+# 2**-24, and 0.6931471805599453 is ln 2: a kernel has only literals (`splitmix.exponential`).
 @triton.jit
 def _gumbel(stream, columns):
     """The noise of the reference: -log(E) with E = -log(1 - u), for which a small u uses the

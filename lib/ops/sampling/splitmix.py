@@ -50,5 +50,7 @@ def exponential(bits: Tensor) -> Tensor:
     """
     high = _shift(bits, 32).to(torch.float32)
     low = (_shift(bits, 11) & (1 << 21) - 1).to(torch.float32)
+    # Never 0, as a variate of 0 would win against any logit; the clamp below keeps it from 1, whose
+    # variate is infinite.
     uniform = high * 2.0**-32 + (low + 0.5) * 2.0**-53
     return -torch.log1p(-uniform.clamp(max=1 - 2.0**-24))

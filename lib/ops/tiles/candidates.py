@@ -71,6 +71,7 @@ def candidates(tokens: int, rows: int, columns: int, fp8: bool) -> list[Tile]:
     for tile in TILES[fp8]:
         height = tile[1]
         programs = cdiv(tokens, tile[1]) * cdiv(rows, tile[0])
+        # 264 is twice the multiprocessors of an H100.
         is_spread = (
             height >= 64
             or cdiv(tokens, height) <= 2

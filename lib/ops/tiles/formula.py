@@ -67,6 +67,7 @@ def formula_seconds(
     # In FP8 a block's product is held beside the sum until it is scaled.
     registers = height * count / (32 * warps) * (2 if fp8 else 1)
     registers = np.minimum(255, registers + np.where(warps > 4, 40, np.where(count < 64, 60, 80)))
+    # A multiprocessor of sm_90 has 228 KiB of shared memory, and 2**16 registers.
     together = np.maximum(
         1, np.minimum(np.floor(228 * 1024 / shared), np.floor(2**16 / (registers * 32 * warps)))
     )

@@ -145,6 +145,7 @@ def _best(tokens: int, is_padded: bool, rows: int, columns: int, fp8: bool) -> T
         return None
     # In bfloat16 torch's product does not overlap with other kernels, so for few tokens a tile of
     # weft's kernel is faster.
+    # In FP8, torch's is faster from some 200 tokens on: 1.8 times as fast at 2,048, on an H100.
     takes_fp8 = fp8 and scaled_mm_lacks() is None and rows % BLOCK == columns % BLOCK == 0
     if fp8:
         has_library = takes_fp8

@@ -69,6 +69,8 @@ class Model:
             formula_seconds(*shape, tiles, gpu, self.coefficients).tolist() if tiles else []
         )
         distances = (((self.places - np.log([tokens, rows, columns])) / _SCALE) ** 2).sum(1)
+        # Stable, so that all ranks break ties alike; 1e-3 keeps the weight finite for a product
+        # that was measured itself.
         nearest = [
             (int(i), 1 / (1e-3 + distances[i]))
             for i in np.argsort(distances, kind="stable")[:_NEAREST]

@@ -264,6 +264,7 @@ class _Traced(torch.autograd.Function):
     would have to come back from the other ranks.
     """
 
+    # Without this, `vmap` refuses a custom autograd.Function.
     generate_vmap_rule = True
 
     @staticmethod
@@ -322,6 +323,7 @@ def _call(place: Place, x: Tensor, effect: Collective) -> Tensor:
     return out
 
 
+# Each call of the operator passes the effect as text, which is parsed once.
 @functools.lru_cache(1024)
 def _effect(text: str) -> Collective:
     effect = parse_effect(text)
@@ -344,6 +346,7 @@ def _perform(x: Tensor, member: int, effect: str) -> Tensor:
 def _like_first(x: Tensor, effect: str) -> Tensor:
     """An empty result of a collective; its shape is the same on all ranks."""
     parsed = _effect(effect)
+    # By the definition itself, on fake tensors, rather than by a second set of rules for shapes.
     return torch.empty_like(
         combine(parsed, [x] * len(parsed.ranks))[0], memory_format=torch.contiguous_format
     )

@@ -34,6 +34,8 @@ LENGTHS = (_BLOCKS[0], _SHARE, MOST)
 _WARPS = 8
 
 
+# A flag has 31 bits: packed above a word, it leaves the sign bit 0, so that the arithmetic shift of
+# the receiver returns the flag itself.
 @kernel(do_not_specialize=["words"])
 def _send_kernel(
     source,
