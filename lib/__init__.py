@@ -57,6 +57,7 @@ def __getattr__(name: str) -> Any:
     text = f"module 'weft' has no attribute {name!r}"
     if meant := _MEANT.get(name) or _among_transforms(name):
         text += f"; use {meant}"
+    # From `name` and `obj`, Python adds a suggestion of the nearest name.
     raise AttributeError(text, name=name, obj=sys.modules[__name__])
 
 

@@ -11,6 +11,7 @@ def main() -> int:
 
         return run()
     except KeyboardInterrupt:
+        # 128 + SIGINT, as a shell reports a command that Ctrl-C ended.
         return 130
 
 

@@ -244,6 +244,7 @@ def programs_html(programs: Sequence[Program]) -> str:
     """All ranks' programs side by side, for a notebook; each line begins with the number of its
     micro-batch."""
     cells = [
+        # The number of the micro-batch stands before each line already.
         [(e.microbatch, str(e).replace(f" [mb {e.microbatch}]", "")) for e in p.effects]
         for p in programs
     ]

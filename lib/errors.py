@@ -24,6 +24,7 @@ class WeftError(Exception):
     """
 
     def __init__(self, call: str, problem: str, instead: str) -> None:
+        # These become `args`, from which pickle makes the error anew in another process.
         super().__init__(call, problem, instead)
         self.call = call
         self.problem = problem

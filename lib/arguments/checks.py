@@ -40,6 +40,7 @@ def names_arguments(_by_position: str = "", /, **meant: str) -> Callable[[F], F]
         decorated: Any = fn
         if not isinstance(fn, type):
             return cast(F, _checked(decorated, decorated.__name__, meant, _by_position))
+        # The class itself is returned, so that `isinstance` and subclasses still work.
         decorated.__init__ = _checked(decorated.__init__, decorated.__name__, meant, _by_position)
         return fn
 
@@ -112,6 +113,7 @@ def nearest(name: str, names: Iterable[str]) -> list[str]:
     >>> nearest("temprature", ["temperature", "prompt"]), nearest("cache_prompt", ["temperature", "prompt"])
     (['temperature'], [])
     """
+    # A lower cutoff took llama.cpp's `cache_prompt` for a slip of `prompt`.
     return difflib.get_close_matches(name, names, n=1, cutoff=0.81)
 
 

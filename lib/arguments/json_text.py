@@ -55,6 +55,7 @@ def _inside(value: Any) -> Iterable[Any]:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name, value in pairs:
+        # JSON permits a repeated name, of which Python's parser silently keeps the last value.
         if fields.setdefault(name, value) is not value and fields[name] != value:
             raise ValueError(f"an object gives {name!r:.60} two values")
     return fields
@@ -111,6 +112,7 @@ def read_json_lines(file: Path, call: str, what: str, forms: str) -> list[tuple[
         text = ""
         fault = (f"more than {_MOST_BYTES} characters", "a part of it")
     named_values = list[tuple[str, Any]]()
+    # Not `splitlines`, which also cuts at U+2028 and others that may stand inside a JSON text.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:

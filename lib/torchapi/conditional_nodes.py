@@ -95,6 +95,7 @@ def _set_condition(
 ) -> None:
     function, _ = _kernel(device.index)
     values = ctypes.c_ulonglong(int(handle)), ctypes.c_void_p(flag.data_ptr())
+    # `cuLaunchKernel` takes the addresses of the arguments, and copies them before it returns.
     places = (ctypes.c_void_p * 2)(*map(ctypes.addressof, values))
     launch = _bindings("driver").cuLaunchKernel
     _checked(
@@ -133,6 +134,7 @@ def repeat_while(
     kept = runtime.cudaStreamUpdateCaptureDependenciesFlags.cudaStreamSetCaptureDependencies
     updated = runtime.cudaStreamUpdateCaptureDependencies(outer.cuda_stream, [node], None, 1, kept)
     _checked("cudaStreamUpdateCaptureDependencies", updated)
+    # In the global mode, some calls of CUDA in other threads are errors during a capture.
     mode = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
     begun = runtime.cudaStreamBeginCaptureToGraph(stream.cuda_stream, body, None, None, 0, mode)
     _checked("cudaStreamBeginCaptureToGraph", begun)
@@ -163,6 +165,7 @@ def _add_node(driver: Any, graph: Any, dependencies: list[Any], handle: Any) -> 
     params.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
     params.conditional.handle = handle
     params.conditional.type = driver.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_WHILE
+    # A WHILE node has one body.
     params.conditional.size = 1
     (params.conditional.ctx,) = _checked("cuCtxGetCurrent", driver.cuCtxGetCurrent())
     added = driver.cuGraphAddNode(graph, dependencies, None, len(dependencies), params)

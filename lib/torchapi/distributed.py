@@ -137,6 +137,7 @@ def nccl_group(
     if interface is not None:
         # NCCL reads it when the first communicator connects, so it must stay set.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    # The constructor reads this one, so it need not stay set.
     with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
         return dist.ProcessGroupNCCL(_apart(name, store, timeout), rank, num_ranks, options)
 
@@ -201,5 +202,6 @@ def symmetric_memory(
 
 
 def _with_owner(view: Tensor, owner: Any) -> Tensor:
+    # A view does not keep symmetric memory alive by itself.
     vars(view)["__weft_owner__"] = owner
     return view

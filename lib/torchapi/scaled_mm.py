@@ -15,6 +15,7 @@ def scaled_mm_lacks() -> str | None:
     cuda = torch.version.cuda
     if not hasattr(F, "scaled_mm"):
         return f"torch {torch.__version__} has no scaled_mm"
+    # cuBLASLt has scales of 1 by 128 and 128 by 128 from CUDA 12.9 on.
     if cuda is None or tuple(map(int, cuda.split(".")[:2])) < (12, 9):
         return f"it needs CUDA 12.9, and torch has {cuda}"
     if torch.cuda.is_available() and torch.cuda.get_device_capability(0) != (9, 0):
