@@ -101,8 +101,8 @@ def test_a_way_through_what_does_not_exist_is_missed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "Where (`lib/`; more):\n\n```text\n"
-        "a                          batch.py, Batch.split\n"
-        "├─ b: 2  ─────────────┐    batch.py, Batch.divide\n"
+        "a                          batches/batch.py, Batch.split\n"
+        "├─ b: 2  ─────────────┐    batches/batch.py, Batch.divide\n"
         "├─ c                  │    ops/norm.py, gate.py  ◄┘\n"
         "```\n"
     )

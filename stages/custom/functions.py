@@ -12,12 +12,12 @@ from weft.batches.outputs import IntermediateTensors, Output
 from weft.batches.state import State
 from weft.errors import ProgramError
 from weft.ops.attention.backends import (
-    CAPABILITIES,
     AttentionBackend,
     can_run_inside,
     check_kernel_pages,
     is_paged_operator,
 )
+from weft.ops.attention.capabilities import CAPABILITIES
 from weft.ops.products.fp8 import Quantized
 from weft.stages.config import ModelConfig
 from weft.stages.params import DecoderParams, LayerParams
@@ -173,7 +173,7 @@ class StageFunctions:
 
 def capability_of(functions: StageFunctions) -> str:
     """The graphs in which the attention can run, one of
-    `weft.ops.attention.backends.CAPABILITIES`."""
+    `weft.ops.attention.capabilities.CAPABILITIES`."""
     # The back end with the fewest graphs decides; CAPABILITIES begins with the fewest.
     return min(
         (backend.capability for backend in functions._backends),

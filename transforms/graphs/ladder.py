@@ -13,7 +13,7 @@ from weft.arguments.checks import is_int, kind_of
 from weft.batches.descriptor import BatchDescriptor, Descriptor, argument_names, is_uniform
 from weft.display.tables import Table, Tabled
 from weft.errors import DescriptorError, LoweredModeWarning
-from weft.ops.attention.backends import CAPABILITIES
+from weft.ops.attention.capabilities import CAPABILITIES
 
 D = TypeVar("D", bound=Descriptor)
 
@@ -338,7 +338,7 @@ def make_ladder(
         sizes: numbers of requests (uniform) and of tokens (ragged), instead of `rungs` and
             `token_rungs`.
         capability: the graphs in which the attention can run, one of
-            `weft.ops.attention.backends.CAPABILITIES`.
+            `weft.ops.attention.capabilities.CAPABILITIES`.
         strict: True: a mode in which the attention cannot run is an error. False: it is lowered to
             the next mode in which attention can run, with a `LoweredModeWarning`.
 

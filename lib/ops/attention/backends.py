@@ -14,15 +14,12 @@ from weft.arguments.checks import Rule, check_values, other_signature
 from weft.display.quantities import counted
 from weft.errors import DeviceError, ProgramError
 from weft.ops.attention import flashinfer
+from weft.ops.attention.capabilities import CAPABILITIES
 from weft.ops.attention.functional import attend
 from weft.ops.attention.paged import paged_attention
 from weft.ops.register import FLOATS, operator
 from weft.torchapi.private import counted_changes, storage_id
 from weft.values.trees import OF_THIS_PROCESS
-
-# Where attention can run: in no graph; eagerly between two graphs; inside the graph of a decode
-# with one token for each request; of any uniform decode; of any batch. Each includes those before.
-CAPABILITIES = ("none", "piecewise", "uniform_single_token", "uniform", "full")
 
 
 def _are(kind: Any) -> Callable[[Any], bool]:

@@ -8,7 +8,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft.ops.attention.backends import BACKENDS, CAPABILITIES, AttentionBackend
+from weft.ops.attention.backends import BACKENDS, AttentionBackend
+from weft.ops.attention.capabilities import CAPABILITIES
 from weft.proofs._strategies.engine.own_stages import Extras
 from weft.stages.attention.context import attention_scores, weighted_values
 from weft.stages.model import Model

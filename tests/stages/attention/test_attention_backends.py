@@ -14,7 +14,8 @@ from torch import Tensor
 
 import weft
 from weft.errors import CaptureError, DeviceError, LoweredModeWarning, ProgramError, RequestError
-from weft.ops.attention.backends import _BY_HANDLE, BACKENDS, CAPABILITIES, AttentionBackend
+from weft.ops.attention.backends import _BY_HANDLE, BACKENDS, AttentionBackend
+from weft.ops.attention.capabilities import CAPABILITIES
 from weft.stages.checkpoints.known_models import DEMO
 from weft.stages.checkpoints.loading import load
 from weft.stages.layout import split_layers

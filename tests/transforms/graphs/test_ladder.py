@@ -11,7 +11,7 @@ from refusal import refused
 
 from weft.batches.descriptor import BatchDescriptor as B, Descriptor, is_uniform
 from weft.errors import DescriptorError, LoweredModeWarning
-from weft.ops.attention.backends import CAPABILITIES
+from weft.ops.attention.capabilities import CAPABILITIES
 from weft.proofs._strategies.images import Image, Resolution
 from weft.transforms.graphs.dispatch import dispatch
 from weft.transforms.graphs.graphify import graphify
