@@ -60,6 +60,7 @@ def _put(kept: dict[Any, Any], key: Any, value: Any) -> Any:
 def _in_a_default() -> Look:
     kept_by_default: dict[Any, Any] = {}
 
+    # Only the default leads to the dict: `look` has no closure.
     def look(key: Any, make: Callable[[], Any], kept: dict[Any, Any] = kept_by_default) -> Any:
         if key in kept:
             return kept[key]
@@ -76,6 +77,7 @@ def _in_functools() -> Look:
         return makers[-1]()
 
     def look(key: Any, make: Callable[[], Any]) -> Any:
+        # `functools.cache` must see the key alone, since `make` is a new lambda in each call.
         makers[:] = [make]
         return cached(key)
 
@@ -126,6 +128,7 @@ def caching(key: str, kept: str, place: str) -> Caching:
 
     def centred(x: Tensor) -> Tensor:
         value = look(KEYS[key](x), lambda: KEPT[kept](x))
+        # The sum makes a number of every kind of value: a later argument may have another shape.
         return x - torch.as_tensor(value, dtype=x.dtype).sum()
 
     return Caching(key, kept, place, centred)

@@ -24,6 +24,7 @@ def descriptors(draw: st.DrawFn, max_reqs: int = 12, max_query_len: int = 4) -> 
     ragged 3 tokens, 1 reqs
     """
     reqs = draw(st.integers(1, max_reqs))
+    # 0 and others, because a planted bug takes a graph of 0 adapters for one of 1.
     loras = draw(st.integers(0, 2))
     if draw(st.booleans()):
         return BatchDescriptor.uniform(reqs, draw(st.integers(1, max_query_len)), loras)
@@ -35,6 +36,8 @@ def limits() -> st.SearchStrategy[Limits]:
     LoRAs."""
     query_lens = st.lists(st.integers(1, 4), min_size=1, max_size=2, unique=True).map(tuple)
     loras = st.builds(lora_rungs, st.integers(0, 3), specialised=st.booleans())
+    # `descriptors()` has up to 12 requests and 48 tokens: some of them exceed drawn limits, and no
+    # class covers these.
     return st.builds(Limits, st.integers(1, 12), st.integers(1, 40), query_lens, loras)
 
 
@@ -61,6 +64,7 @@ def batches(
     if draw(st.booleans()):
         return Batch.decode(rows, query_len=draw(st.integers(1, max_query_len)))
     prompt = st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=max_query_len)
+    # The host does not know the token of a decode; `LAST_TOKEN` stands for it.
     token_ids = [draw(st.one_of(prompt, st.just([LAST_TOKEN]))) for _ in rows]
     return Batch.ragged(rows, token_ids, samples=[draw(st.booleans()) for _ in rows])
 

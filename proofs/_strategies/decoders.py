@@ -172,6 +172,8 @@ class Decoding:
         before = str(self.tokenizer.decode(self.prompt, skip_special_tokens=self.hides))
         ids = [*self.prompt, *self.token_ids[:count]]
         whole = str(self.tokenizer.decode(ids, skip_special_tokens=self.hides))
+        # A slow definition: all is decoded anew. The incremental detokenizer shares no code with
+        # it.
         place = 0
         while place < min(len(before), len(whole)) and before[place] == whole[place]:
             place += 1
@@ -181,6 +183,8 @@ class Decoding:
 _COUNT = len(VOCABULARY)
 # The greatest id is one beyond the last added token, so no tokenizer has it.
 TOKENS = st.one_of(st.integers(0, _COUNT + 2), st.sampled_from(BYTES))
+# Random bytes would seldom make a character, and random tokens seldom repeat, so both have
+# strategies of their own.
 _PIECES = st.one_of(
     st.text("ab ▁", min_size=1, max_size=8).map(lambda text: [VOCABULARY[char] for char in text]),
     st.lists(TOKENS, min_size=1, max_size=6),

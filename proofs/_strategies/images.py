@@ -42,6 +42,7 @@ class Image:
     valid: Tensor = attrs.field(metadata=axes("height", "width", pad=0))
 
 
+# "down" and "left" read a neighbour: padding that is not zero shows at the border of an image.
 FILTERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mix": lambda x, params: x @ params,
     "tanh": lambda x, params: torch.tanh(x),
@@ -87,7 +88,10 @@ class ImageScenario:
             inside = image.valid[..., None]
             x = torch.where(inside, image.pixels, 0.0)
             for name in self.code:
+                # After each filter: "bias" writes to the padding, and "down" moves pixels into it.
                 x = torch.where(inside, FILTERS[name](x, params), 0.0)
+            # Sums over all places show padding that counts as pixels; the unpadded image would not
+            # show it.
             state["sum"].add_(x.sum((0, 1)))
             state["pixels"].add_(image.valid.sum())
             return state, attrs.evolve(image, pixels=x)
@@ -130,6 +134,7 @@ def resolutions(most: int = 5) -> st.SearchStrategy[Resolution]:
 
 def resolution_ladders() -> st.SearchStrategy[tuple[Resolution, ...]]:
     """Ladders of up to four resolutions, in any order: dispatch uses `covers`, not the position."""
+    # Up to 7 pixels a side, where images have at most 5, so that padding may be wide.
     return st.lists(resolutions(7), max_size=4, unique=True).map(tuple)
 
 

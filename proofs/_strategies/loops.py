@@ -59,6 +59,8 @@ class Loop:
 
     def _moved(self, values: Sequence[Any]) -> list[Any]:
         return [
+            # Where the amount is 0, the next carry has the same tensor in another slot, so that a
+            # slot overwritten before it is read shows.
             3 * values[i] + a if a else values[i]
             for i, a in zip(self.order, self.amounts, strict=True)
         ]
@@ -67,6 +69,7 @@ class Loop:
         """The final values followed by the number of steps, computed on Python's integers."""
         values = list(start)
         steps = 0
+        # Integers of Python in a loop of Python: this oracle has nothing of torch.
         while sum(values) < self.bound and steps < STEPS and steps != self.max_steps:
             values = self._moved(values)
             steps = steps + 1
@@ -86,6 +89,8 @@ def loops(draw: st.DrawFn) -> Loop:
     def numbers(low: int, high: int) -> st.SearchStrategy[tuple[int, ...]]:
         return st.lists(st.integers(low, high), min_size=count, max_size=count).map(tuple)
 
+    # Two calls at least: the first one captures, so only another can show that the graph has the
+    # length of the first loop.
     starts = draw(st.lists(numbers(-5, 5), min_size=2, max_size=3))
     order = draw(numbers(0, count - 1))
     amounts = draw(numbers(-3, 3))
@@ -94,6 +99,8 @@ def loops(draw: st.DrawFn) -> Loop:
         order,
         amounts,
         bound,
+        # Also beyond STEPS, where the bound ends no loop, and steps past the end must change
+        # nothing.
         draw(st.none() | st.integers(1, STEPS + 3)),
         tuple(starts),
         draw(st.booleans()),
@@ -190,6 +197,8 @@ def operators(dtype: torch.dtype) -> tuple[Operator, ...]:
             by_name[name] = Operator(
                 name=name,
                 writes=alias is not None and alias.is_write,
+                # The tag says that it may draw, not that it does. A loop with such an operator may
+                # be refused; if it is not, it is compared.
                 draws=torch.Tag.nondeterministic_seeded in func.tags,
                 is_view=alias is not None and not alias.is_write,
             )
@@ -301,7 +310,9 @@ def _perform(
         case Index(index):
             return x + table[_at(index, counter)].sum()
         case Put(index, adds):
+            # A graph may refuse a body that writes its carry, and must run this one.
             x = x.clone()
+            # A loop has more steps than a slot has rows.
             place = _at(index, counter % len(x))
             if adds:
                 x[place] += 2
@@ -319,6 +330,7 @@ def _read(counter: Tensor, method: str) -> float:
     arguments = [""] if method == "__format__" else []
     value: Any = getattr(counter, method)(*arguments)
     if isinstance(value, str):
+        # The text may have words around the number, as `repr` has.
         return int("".join(re.findall("[0-9]", value)))
     if method == "__dlpack__":
         value = torch.utils.dlpack.from_dlpack(value).item()
@@ -444,6 +456,8 @@ def loop_bodies(draw: st.DrawFn) -> LoopBody:
         st.builds(Put, _indices(), st.booleans()),
         st.sampled_from(sorted(READS)).map(Peek),
         st.just(Take()),
+        # Among all operators these would come up too seldom. New kinds go last: stored cases of
+        # planted bugs replay choices by number.
         st.sampled_from(operators_with_an_edge(dtype)).map(Apply),
     ]
     in_slots = st.tuples(st.integers(0, 2), st.one_of(instructions))
@@ -452,10 +466,12 @@ def loop_bodies(draw: st.DrawFn) -> LoopBody:
         dtype=dtype,
         num_slots=draw(st.integers(1, 3)),
         instructions=tuple(draw(st.lists(in_slots, min_size=1, max_size=3))),
+        # 0 too: a capture records the body of a loop that has no step, and must not apply it.
         bounds=tuple(draw(st.lists(st.integers(0, STEPS), min_size=2, max_size=3))),
         max_steps=draw(st.none() | st.integers(1, STEPS + 3)),
         way=draw(st.sampled_from(WAYS)),
     )
+    # Of 1,500 loops drawn without this, none had a derivative that a step past the end makes NaN.
     if loop.way == "in derivatives":
         return loop.with_derivatives()
     return loop
@@ -467,6 +483,8 @@ def _indices(draw: st.DrawFn) -> tuple[Any, ...]:
     counter."""
     other = draw(st.sampled_from([(), (1,), (-1,), (slice(None),), (slice(0, 1),), ("counter",)]))
     parts = draw(st.permutations(["counter", *other]))
+    # Both move the dimension that the counter indexes; a planted bug counts no dimensions for
+    # `...`.
     for new_part in draw(st.lists(st.sampled_from([None, ...]), max_size=2, unique=True)):
         parts.insert(draw(st.integers(0, len(parts))), new_part)
     return tuple(parts)

@@ -41,10 +41,12 @@ def configs(draw: st.DrawFn, min_layers: int = 1, max_layers: int = 3) -> ModelC
     architecture = draw(st.sampled_from(ARCHITECTURES))
     spec = architectures.ARCHITECTURES[architecture]
     kv_heads = draw(st.sampled_from((1, 2)))
+    # Even, because rope rotates pairs; 6 is no power of two.
     head_dim = draw(st.sampled_from((4, 6, 8)))
     heads = kv_heads * draw(st.sampled_from((1, 2, 3)))
     raw: dict[str, Any] = {
         "architectures": [architecture],
+        # At least 11, the number of token ids that `weft.proofs.serving` makes up tokens from.
         "vocab_size": draw(st.sampled_from((11, 32))),
         "hidden_size": heads * head_dim,
         "intermediate_size": draw(st.sampled_from((8, 20))),
@@ -55,6 +57,8 @@ def configs(draw: st.DrawFn, min_layers: int = 1, max_layers: int = 3) -> ModelC
         "tie_word_embeddings": draw(st.booleans()),
         "rope_parameters": draw(st.sampled_from(ROPES)),
     }
+    # The default is a number, too large for these models. Other architectures derive it from the
+    # hidden size.
     if spec.defaults["head_dim"] is not None:
         raw["head_dim"] = head_dim
     if spec.experts:
@@ -95,6 +99,7 @@ def window_fields(draw: st.DrawFn, architecture: str, num_layers: int) -> dict[s
     return fields
 
 
+# Experts in all layers, in every other one, and in all but one.
 EXPERTS = (
     {
         "num_experts": 4,
@@ -126,6 +131,8 @@ ROPES = (
         "factor": 8.0,
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
+        # Small, so that both ends of the scaling apply: the first wavelength (6.3) is below 32 / 4
+        # and is kept, the next (over 160) is above 32 / 1 and is stretched.
         "original_max_position_embeddings": 32,
     },
     {
@@ -272,6 +279,7 @@ class Scenario:
         """A fresh state for each stage, with the prompts admitted and `poison` in unwritten
         pages."""
         decodes = sum(1 for step in self.moves for move in step if move.prompt_tokens == 0)
+        # Room for all decodes in any row: scarce pages are the subject of the engine's laws.
         pages = [-(-(len(p) + decodes) // self.page_size) for p in self.prompts]
         ends = [sum(pages[: i + 1]) for i in range(len(pages))]
         rows = range(len(self.prompts))
@@ -283,11 +291,13 @@ class Scenario:
             num_pages=ends[-1],
             max_pages=max(pages),
             page_size=self.page_size,
+            # As many as `sampling_params` draws at most.
             max_biased=4,
             device=device,
         )
 
         def one(empty: State) -> State:
+            # NaN shows a read of a page that nobody wrote; zeros might pass for masked values.
             empty.kv_pages.fill_(poison)
             deltas = [one.delta for one in self.prompt_contents] or None
             return admit(
@@ -325,6 +335,7 @@ def scenarios(
     config = draw(configs(min_layers, max_layers))
     config = with_mrope(config) if mrope else config
     token = st.integers(0, config.vocab_size - 1)
+    # 1 is drawn more often: a prompt of one token has the shape of a decode.
     length = st.sampled_from((1, 1, 2, 3, 5, 9))
     prompt = length.flatmap(lambda n: st.lists(token, min_size=n, max_size=n))
     prompts = draw(st.lists(prompt, min_size=1, max_size=4))
@@ -337,6 +348,7 @@ def scenarios(
         for row in rows:
             left = len(prompts[row]) - done[row]
             if left:
+                # Chunks of one token are frequent, because they have the shape of a decode.
                 taken = draw(st.one_of(st.just(1), st.integers(1, left)))
             else:
                 taken = 0
@@ -357,10 +369,12 @@ def scenarios(
         tuple(tuple(ids_of(image)) for image in drawn_images) or tuple(map(tuple, prompts)),
         tuple(moves),
         tuple(uniform),
+        # The longest prompt spans five pages of 2 tokens, and lies within one of 16.
         draw(st.sampled_from((2, 4, 16))),
         tuple(draw(sampling_params(config.vocab_size, greedy=not sampled)) for _ in prompts),
         draw(st.integers(0, 999)),
         tuple(draw(st.integers(0, 2)) for _ in moves) if loras else (),
+        # New draws go to the end: stored cases of planted bugs replay choices in order.
         draw(slots(len(prompts))),
         tuple(map(read_content, drawn_images)),
     )

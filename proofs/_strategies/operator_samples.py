@@ -113,6 +113,7 @@ def cases(
         return
     name = full_name(entry)
     make = TRANSFORMS[transform]
+    # Not `hash`, which differs from process to process.
     start = zlib.crc32(f"{name} {seed}".encode())
     samples = samples_of(entry, device, kind, differentiates, start)
     again = samples_of(entry, device, kind, differentiates, start + _OTHER_SEED)
@@ -122,6 +123,7 @@ def cases(
             x.layout is not torch.strided or x.is_nested for x in sample.tensors
         ):
             continue  # torch's vmap supports only strided tensors
+        # Another seed may give samples of other shapes, or fewer of them.
         if index < len(again) and sample.fits(again[index]):
             other = again[index]
         else:
@@ -178,6 +180,7 @@ def _sorted(sample: Any) -> Sample:
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     rest = tuple(... if isinstance(x, Tensor) else x for x in leaves)
     differentiable = tuple(i for i, x in enumerate(tensors) if x.requires_grad)
+    # Detached: a case marks tensors itself, inside the function that is captured.
     return Sample(tuple(x.detach() for x in tensors), differentiable, rest, structure)
 
 
@@ -189,6 +192,7 @@ def copies(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     def copy(x: Tensor) -> Tensor:
         if x.layout is not torch.strided or x.is_quantized or x.is_nested:
             return x.clone()
+        # One storage for arguments that overlap: what is written to one of them shows in the other.
         if (identity := storage_id(x)) not in storages:
             storages[identity] = x.untyped_storage().clone()
         clone = torch.empty(0, dtype=x.dtype, device=x.device)
@@ -248,7 +252,9 @@ def _vmap(
     sample: Sample,
     other: Sample | None,
 ) -> Case:
+    # By default vmap refuses operators that draw.
     mapped = torch.vmap(sample.bind(operator), randomness="different")
+    # Without other values both lanes are alike, and a replay has no new values to be compared on.
     second = other or sample
     pairs = [(x.detach(), y.detach()) for x, y in zip(sample.tensors, second.tensors, strict=True)]
     tensors = tuple(torch.stack(pair) for pair in pairs)
@@ -305,4 +311,6 @@ def _direction(x: Tensor) -> Tensor:
     """The direction of a derivative: numbers from 0.5 to 1.5 in the shape of `x`."""
     if x.layout is not torch.strided:
         return torch.ones_like(x)
+    # Different at each element, so that a permuted derivative shows, and never 0, which would hide
+    # one.
     return torch.linspace(0.5, 1.5, x.numel(), device=x.device).to(x.dtype).reshape(x.shape)

@@ -59,6 +59,8 @@ def job_lists(draw: st.DrawFn, max_jobs: int = 8, min_jobs: int = 0) -> tuple[Jo
         jobs.append(
             Job(
                 draw(st.sampled_from((True, True, False))),
+                # An example shrinks towards the first choice: no dependence, then one on the job
+                # just before.
                 draw(st.sampled_from((None, *reversed(feeding)))),
             )
         )
@@ -83,6 +85,7 @@ def programs(
     buffers = draw(st.sampled_from((None, 1, 2)))
     schema = draw(st.sampled_from((None, SCHEMAS[0])))
     advances = draw(st.booleans())
+    # 2 first, 1 last: an example shrinks towards the fewest ranks that exchange messages.
     stages = draw(st.sampled_from((*range(2, max_stages + 1), 1)))
     classed = draw(st.booleans())
     rank_programs = make_programs(stages, jobs, schema=schema, advances=advances, buffers=buffers)
@@ -136,6 +139,7 @@ def _omit(draw: st.DrawFn, effects: list[Effect], at: Place, case: Scheduled) ->
 
 
 def _take_in_last(draw: st.DrawFn, effects: list[Effect], at: Place, case: Scheduled) -> None:
+    # The sort is stable: outputs and advances stay in order among themselves, after all else.
     effects.sort(key=lambda e: isinstance(e, Broadcast) or e == Run("advance", e.microbatch))
 
 
@@ -166,6 +170,7 @@ def _collective(draw: st.DrawFn, effects: list[Effect], at: Place, case: Schedul
 
 
 def _other_peer(draw: st.DrawFn, effects: list[Effect], at: Place, case: Scheduled) -> None:
+    # One beyond the last rank, too: the checker must refuse a peer that does not exist.
     peer = draw(st.integers(0, len(case.programs)))
     match at.effect:
         case Send():
@@ -341,6 +346,7 @@ def _renamed(draw: st.DrawFn, case: Scheduled) -> Scheduled:
 def small_programs() -> st.SearchStrategy[Scheduled]:
     """Programs small enough to try every order: few jobs, or at most two stages with more jobs, so
     that one can run far ahead."""
+    # The number of orders is a product over the ranks, so that three ranks have fewer jobs.
     return st.one_of(programs(2, 6, min_jobs=4), programs(3, 3))
 
 
@@ -382,6 +388,7 @@ def broken_programs(draw: st.DrawFn) -> Broken:
 def edited_programs(draw: st.DrawFn) -> Scheduled:
     """Right programs with up to three faults or edits of any kind, some of them harmless."""
     case = draw(small_programs())
+    # 0 too: the law is also that right programs are accepted.
     for _ in range(draw(st.sampled_from((1, 1, 0, 2, 3)))):
         places = _places(case)
         if not places or draw(st.booleans()):

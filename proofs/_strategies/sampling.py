@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from weft.batches.sampling import SamplingParams
 
 _CHOICES: dict[str, st.SearchStrategy[Any]] = {
+    # 1000 is more than any drawn vocabulary has.
     "top_k": st.sampled_from((1, 2, 5, 1000)),
     "top_p": st.sampled_from((1e-3, 0.3, 0.9)),
     "min_p": st.sampled_from((0.01, 0.3, 1.0)),
+    # On both sides of the default, which is neither to punish repetition nor to reward it.
     "repetition_penalty": st.sampled_from((0.7, 1.3)),
     "presence_penalty": st.sampled_from((-1.0, 0.5)),
     "frequency_penalty": st.sampled_from((-0.5, 1.5)),
@@ -42,6 +44,8 @@ def choices(vocab_size: int) -> dict[str, st.SearchStrategy[Any]]:
         "logit_bias": st.dictionaries(
             st.integers(0, vocab_size - 1), st.floats(-9, 9, width=32), max_size=4
         ),
+        # Half of the vocabulary, of which `bad_token_ids`, and stop tokens barred by `min_tokens`,
+        # each take at most a third: some token can always be drawn.
         "allowed_token_ids": tokens.map(lambda ids: [*ids, *range(vocab_size // 2)]),
         "bad_token_ids": tokens,
     }
@@ -72,6 +76,7 @@ def sampling_params(draw: st.DrawFn, vocab_size: int, greedy: bool = True) -> Sa
     names = draw(st.one_of(st.just([]), st.lists(st.sampled_from(sorted(values)), unique=True)))
     drawn = {name: draw(values[name]) for name in names}
     temperature = draw(st.sampled_from((0.0, 0.7, 1.0) if greedy else (0.7, 1.0, 1.5)))
+    # All that a seed may be, so that a table that keeps fewer bits shows.
     seed = draw(st.integers(-(2**63), 2**63 - 1))
     return SamplingParams(
         temperature=temperature, seed=seed, stop_token_ids=draw(_tokens(vocab_size)), **drawn

@@ -74,8 +74,10 @@ def woven_programs(draw: st.DrawFn, max_jobs: int = 4) -> Woven:
     >>> find(woven_programs(), lambda case: case.num_stages == 4 and len(case.scheduled.programs) == 2).num_stages
     4
     """
+    # 2 first: an example shrinks towards the fewest ranks that exchange messages.
     ranks = draw(st.sampled_from((2, 2, 1, 3)))
     per_rank = draw(st.sampled_from((2, 2, 1, 3)))
+    # Of three requests, so that micro-batches often share one, and one waits for the other.
     rows = draw(
         st.lists(st.frozensets(st.integers(0, 2), min_size=1), min_size=1, max_size=max_jobs)
     )
@@ -85,6 +87,7 @@ def woven_programs(draw: st.DrawFn, max_jobs: int = 4) -> Woven:
     jobs = jobs_for(rows, samples)
     rng = draw(st.randoms(use_true_random=False))
     advances = draw(st.booleans())
+    # A rank alone sends nothing, so that none of its buffers is ever in flight.
     buffers = draw(st.sampled_from((None, None, 1) if ranks > 1 else (None,)))
     schema = draw(st.sampled_from((None, SCHEMAS[0])))
     orders = run_orders(rng, ranks, ranks * per_rank, jobs, advances)
@@ -97,6 +100,7 @@ def woven_programs(draw: st.DrawFn, max_jobs: int = 4) -> Woven:
     return Woven(ranks * per_rank, tuple(rows), scheduled, advances, edited)
 
 
+# "returned" is there twice, since it changes nothing where no output follows a receipt.
 _KINDS = (
     "drop",
     "double",

@@ -43,6 +43,7 @@ def _vmap(f: Ranks, tensors: Sequence[Tensor], marked: tuple[int, ...]) -> Any:
 
 TRANSFORMS: dict[str, Callable[[Ranks, Sequence[Tensor], tuple[int, ...]], Any]] = {
     "call": lambda f, tensors, marked: f(*tensors),
+    # One call, which captures: the laws of graphs are those that compare replays.
     "graphify": lambda f, tensors, marked: graphify(f)(*tensors),
     "vmap": _vmap,
     "grad": _grad,
@@ -138,6 +139,7 @@ def sharded_operators(
     if transform in ("grad", "jvp") and not marked:
         return None
     alike = draw(st.booleans())
+    # The result may be declared `Replicate()` only where all ranks compute with the same arguments.
     placements = tuple(Replicate() if alike else draw(_placements(x)) for x in sample.tensors)
     return ShardedOperator(
         name=entry.name,

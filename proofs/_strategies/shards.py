@@ -87,6 +87,8 @@ def as_stage(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # The sizes of the axes of a mesh, by the number of axes.
+# Sizes that differ show an axis that is taken for another. 3 is no power of two, and a collective
+# along an axis of one rank changes nothing.
 _SIZES: dict[int, tuple[tuple[int, ...], ...]] = {
     1: ((2,), (3,), (4,)),
     2: ((2, 2), (2, 3), (3, 2)),
@@ -157,6 +159,7 @@ class _Writer:
 
     def moves(self) -> Iterator[tuple[str, Callable[[], None]]]:
         """The steps that are valid for the value's current placement, by name."""
+        # Linear, so that it is right for any placement, even for the addends of a partial sum.
         yield "halve", lambda: self.add("halve", _halve, _halve)
         for axis in self.axes(Partial()):
             yield f"all_reduce {axis}", functools.partial(self._reduce, axis)
@@ -180,6 +183,8 @@ class _Writer:
                             f"all_to_all {axis} {dim}",
                             functools.partial(self._exchange, axis, dim),
                         )
+                # If two axes split the dimension, the parts along one of them are not chunks of the
+                # whole.
                 if len(self.axes(Shard(dim % 2))) == 1:
                     for pairs in _permutations(self.mesh.sizes[axis]):
                         name = f"ppermute {axis} {dim} {pairs}"
@@ -353,6 +358,8 @@ def rank_functions(
     """
     mesh = mesh or draw(meshes())
     kinds: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Partial())
+    # Where two axes split one dimension, the placement says which cuts first, and not the mesh: a
+    # planted bug takes the mesh's order.
     order = draw(st.permutations(list(mesh.sizes)))
     placed = {axis: draw(st.sampled_from(kinds)) for axis in order}
     placements = Placements(**placed)
@@ -386,9 +393,11 @@ def rank_functions(
     }
     places = {
         "h": Placements(),
+        # One state is split, so that each rank updates a part of it.
         "g": Placements(**{list(mesh.sizes)[-1]: Shard(0)}),
         "n": Placements(),
     }
+    # Divided, so that values keep their size through several products, and a tolerance its sense.
     params = {
         name: torch.randn(width, width, generator=generator) / width**0.5 for name in writer.params
     }
@@ -430,6 +439,7 @@ class Disagreement:
         """The function of one rank's part, with the collectives on which the ranks disagree."""
         mesh = self.function.mesh
         rank = sum(axis_index(axis) * stride_of(mesh, axis) for axis in mesh.sizes)
+        # The results of these collectives are dropped: nothing but the collectives differs.
         meets = DISAGREEMENTS[self.how][rank == self.rank]
         if self.is_first:
             meets(x, self.axis)

@@ -73,9 +73,12 @@ def cut_scenarios(draw: st.DrawFn) -> CutScenario:
     """A model of any architecture, perhaps in FP8 or with adapters, with the number of leaves and
     the other options of `CutScenario`."""
     scenario = draw(scenarios(max_layers=2, max_steps=4))
+    # 4 is the least number of leaves that 4 ranks can share evenly.
     leaves = draw(st.sampled_from((4, 4, 2, 8)))
     scenario = attrs.evolve(scenario, loras=())
     if in_fp8 := draw(st.sampled_from((False, False, False, True))):
+        # In FP8 a leaf is a multiple of 128 columns, and the narrowest sum that ranks share has
+        # 256.
         leaves = 2
         scenario = attrs.evolve(
             scenario, config=draw(_configs_in_fp8(scenario.config)), adapters=()
@@ -91,6 +94,7 @@ def cut_scenarios(draw: st.DrawFn) -> CutScenario:
         draw(st.integers(1, scenario.config.num_layers)),
         draw(st.booleans()),
     )
+    # A single number of ranks has nothing to be compared with.
     assume(len(cut.numbers_of_ranks) > 1)
     return cut
 

@@ -56,6 +56,7 @@ def tensors(
             call, f"dtype is {kind_of(dtype)}", "a dtype of torch: dtype=torch.float32"
         )
     if elements is None:
+        # Exact in float16 and bfloat16, too.
         quarters = st.integers(-16, 16).map(lambda n: n / 4)
         elements = (
             st.booleans()

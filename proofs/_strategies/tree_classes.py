@@ -104,6 +104,7 @@ def tree_values(draw: st.DrawFn) -> TreeValue:
     for f in attrs.fields(cls):
         if not hasattr(value, f.name):
             object.__setattr__(value, f.name, "word" if f.metadata else torch.arange(4.0))
+    # From here on the record is of what `pytree` runs, and no longer of how the value was made.
     calls.clear()
     by_role = {
         is_static: {

@@ -14,6 +14,7 @@ PLACES: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda z: z.t(),
     "conjugate": lambda z: z.conj(),
     "imaginary": lambda z: z.imag,
+    # A view with the negative bit set, a flag of its own beside the conjugate bit.
     "negative": lambda z: z.conj().imag,
     "as real": lambda z: torch.view_as_real(z).flatten(1),
     "one row": lambda z: z[:1],
@@ -26,10 +27,12 @@ VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "int32": lambda x: x.int(),
     "one row": lambda x: x[:1],
     "transposed": lambda x: x.t(),
+    # Another device, on any machine.
     "meta": lambda x: x.to("meta"),
 }
 """The inputs that a graph copies into its buffers."""
 
+# 1, True and 1.0 are equal in Python, and a planted bug takes one for the other.
 STATICS: tuple[bool | int | float, ...] = (1, 2, True, 1.0)
 
 
@@ -54,6 +57,7 @@ def called(params: Tensor, x: Tensor, static: float) -> tuple[Tensor, Tensor, Te
     return (
         params.sum(-1) * static,
         torch.cumsum(x, 0) * static,
+        # Its dtype is that of the Python value, so that 1, True and 1.0 give three results.
         torch.full((2,), static, device=x.device),
     )
 
@@ -61,6 +65,7 @@ def called(params: Tensor, x: Tensor, static: float) -> tuple[Tensor, Tensor, Te
 def worlds(device: torch.device | str = "cpu") -> tuple[Tensor, ...]:
     """Two complex matrices [2, 2]."""
     z = torch.tensor([[1 + 2j, 3 - 1j], [-2 + 5j, 4 + 7j]], device=device)
+    # Alike in all but address and values.
     return z, z + 1
 
 
@@ -73,6 +78,7 @@ def call_sequences(draw: st.DrawFn) -> tuple[Call, ...]:
         "value": st.sampled_from(sorted(VALUES)),
         "static": st.sampled_from(STATICS),
     }
+    # The first call is fixed, since only a later one can meet a graph of another call.
     calls = [Call(0, "plain", "float32", 1)]
     for _ in range(draw(st.integers(1, 5))):
         name = draw(st.sampled_from(sorted(kinds)))

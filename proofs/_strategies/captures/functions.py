@@ -53,6 +53,7 @@ def counting_step(function: Function) -> Callable[..., Any]:
     def step(
         params: Tensor, state: dict[str, Tensor], batch: Rows
     ) -> tuple[dict[str, Tensor], Rows]:
+        # A copy: the function may write its state, of which this step changes only the count.
         _, y = function.fn(params, clone(state), batch.x)
         return {**state, "n": state["n"] + 1}, attrs.evolve(batch, x=y)
 
@@ -78,6 +79,7 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor]] = {
 UPDATES: dict[str, Callable[[dict[str, Tensor], Tensor], dict[str, Tensor]]] = {
     "state: functional": lambda s, x: {"h": s["h"] * 0.5 + x.sum(0), "n": s["n"] + 1},
     "state: in place": lambda s, x: {"h": s["h"].add_(x.sum(0)), "n": s["n"].add_(1)},
+    # Two states trade places: a next state that is written before the old one is read shows.
     "state: swapped": lambda s, x: {"h": s["g"] + x.sum(0), "n": s["n"], "g": s["h"]},
     "state: unchanged": lambda s, x: s,
 }
@@ -97,6 +99,7 @@ def pure_functions(draw: st.DrawFn) -> Function:
     width = draw(st.sampled_from((2, 4)))
     names = draw(st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=5))
     update = draw(st.sampled_from(sorted(UPDATES)))
+    # Sizes may come again, so that a graph is replayed after graphs of other sizes.
     rows = draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
 

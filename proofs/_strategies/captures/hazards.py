@@ -11,6 +11,7 @@ from weft.proofs._strategies.captures.hazards_of_calls import OF_CALLS, Kind
 from weft.proofs._strategies.captures.hazards_of_functions import OF_FUNCTIONS
 from weft.proofs._strategies.captures.tensor_programs import TensorProgram
 
+# A kind of hazard defines these functions anew where it needs others.
 _HEAD = """
 import contextlib
 import functools
@@ -77,6 +78,7 @@ def hazards(draw: st.DrawFn, device: str = "cpu") -> Hazard:
         parameter: draw(st.sampled_from(texts)) for parameter, texts in kind.parameters.items()
     }
     code = _HEAD.format(device=device).lstrip() + Template(kind.code).substitute(values)
+    # Options of the kind come last: some kinds need a certain number of calls.
     options: dict[str, Any] = {"calls": draw(st.integers(2, 4)), **kind.options}
     # A CUDA graph cannot hold everything that a tape can, so it may refuse any hazard.
     return Hazard(name, TensorProgram(code, **options), kind.refused or device != "cpu")

@@ -27,6 +27,7 @@ class Kind:
 
 # The kinds of hazards in the arguments and the surroundings of a call, by name.
 OF_CALLS: dict[str, Kind] = {
+    # A capture must draw from this generator and advance it, and not torch's default one.
     "a generator argument": Kind(
         """
 one = torch.Generator(device).manual_seed(5)
@@ -46,6 +47,8 @@ def f(x, generator):
             ),
         },
     ),
+    # A replay must not enter the modes of its caller: the recorded operators ran inside the
+    # function's own.
     "a mode outside and inside": Kind(
         """
 class Halving(torch.overrides.TorchFunctionMode):
@@ -79,6 +82,8 @@ def f(x):
             ),
         },
     ),
+    # The hook doubles what is saved, so the gradient differs with it: the hooks belong in a graph's
+    # key.
     "hooks on saved tensors": Kind(
         """
 def double(x):
@@ -100,6 +105,8 @@ def f(x):
             "loss": ("q.square().sum()", "q.sin().sum()", "(q * q).mean()"),
         },
     ),
+    # Two arguments may be one tensor, a parameter, or bear attributes: the function can ask for
+    # each of these, so each belongs in the key.
     "the identity of arguments": Kind(
         """
 def arguments(call):
@@ -132,6 +139,8 @@ def f(x, y):
             ),
         },
     ),
+    # A graph copies arguments into buffers. An expanded one that is made dense there has other
+    # strides.
     "the layout of arguments": Kind(
         """
 def arguments(call):
@@ -156,6 +165,7 @@ def f(x):
             ),
         },
     ),
+    # `functools.wraps` shows the signature of the inner function, whose defaults do not apply.
     "defaults of a decorator": Kind(
         """
 def decorated(fn):
@@ -181,6 +191,7 @@ def f(x, scale=$inner):
             "given": ("0", "1", "9"),
         },
     ),
+    # 1, 1.0 and True are equal by `==`, and give results of different dtypes.
     "contexts of pytrees": Kind(
         """
 class Scaled:
@@ -197,6 +208,7 @@ def f(s):
 """,
         {"one": ("1", "1.0", "True"), "other": ("True", "1.0", "1", "2")},
     ),
+    # Dropout depends on the module's mode, which may change between two calls with the same module.
     "a static module": Kind(
         """
 module = $module
@@ -216,6 +228,7 @@ def f(self, x):
         },
         options={"static": ("self",)},
     ),
+    # A replay runs tensors' operators only, and would leave the caller's container as it is.
     "a mutated container": Kind(
         """
 def arguments(call):
@@ -232,6 +245,7 @@ def f(state, x):
         },
         refused=True,
     ),
+    # A copy of the view, made before the state is written, would have other values than the view.
     "a view of what is donated": Kind(
         """
 def arguments(call):
@@ -255,6 +269,7 @@ def f(state, x):
         refused=True,
         options={"donated": ("state",)},
     ),
+    # `from_dlpack` gives a second storage for the same memory, which only addresses reveal.
     "two donated tensors": Kind(
         """
 def arguments(call):

@@ -5,6 +5,7 @@ from weft.proofs._strategies.captures.hazards_of_calls import Kind
 
 # The kinds of hazards in what a function does, by name.
 OF_FUNCTIONS: dict[str, Kind] = {
+    # The capture refuses by an error, which the function catches; it must be refused all the same.
     "a swallowed refusal": Kind(
         """
 def f(x):
@@ -27,6 +28,8 @@ def f(x):
         },
         refused=True,
     ),
+    # Torch's composite operators take another path while a dispatch mode is active, so that a
+    # capture must not watch by one.
     "a composite that asks for modes": Kind(
         """
 def arguments(call):
@@ -48,6 +51,7 @@ def f(x):
         },
         refused=True,
     ),
+    # A replay cannot run the function's handler: only an operator's error ends it.
     "an error of an operator": Kind(
         """
 def arguments(call):
@@ -71,6 +75,7 @@ def f(a):
         },
         refused=True,
     ),
+    # The capture is the first run, so what is kept would be a tensor of the graph.
     "a tensor kept by the first run": Kind(
         """
 kept = {}
@@ -82,6 +87,7 @@ def f(x):
         {"kept": ("x.detach()", "x * 1", "x", "x.view(-1)", "x.clone().mul_(2)")},
         refused=True,
     ),
+    # A replay would return a new result, and not renew the one that the function keeps.
     "a result that is kept too": Kind(
         """
 class Box:
@@ -108,6 +114,7 @@ def f(x):
         },
         refused=True,
     ),
+    # A script may read values without an operator that a capture would see.
     "a read by TorchScript": Kind(
         """
 unit = torch.jit.CompilationUnit('''
@@ -134,6 +141,8 @@ def f(x):
         refused=True,
         on_gpu=False,
     ),
+    # Each of these replaces the memory of a parameter, or the parameter, that a graph reads; the
+    # last one only writes to it.
     "new storage of parameters": Kind(
         """
 layer = nn.Linear(3, 2, device=device).requires_grad_(False)
@@ -169,6 +178,7 @@ def f(x):
             ),
         },
     ),
+    # Arguments do not change here: only what the function's names stand for.
     "names bound anew": Kind(
         """
 weight = torch.ones(3, device=device)
@@ -203,6 +213,7 @@ def before(call):
             ),
         },
     ),
+    # `verify` runs the function itself, which must not take the fast path that a capture never has.
     "attention of torch with a fast path": Kind(
         """
 torch.manual_seed(0)
@@ -241,6 +252,8 @@ graph = weft.graphify(run, verify=$verify)
             "verify": ("None", "1", "2"),
         },
     ),
+    # `from_module` makes a state of tensors that a module keeps; numbers, sets and closures cannot
+    # be in it, and would be frozen by a graph.
     "what a module keeps in its objects": Kind(
         """
 import collections
@@ -331,6 +344,8 @@ def graph(x):
         },
         refused=True,
     ),
+    # These kernels ask for grad mode while they run, so a replay must run in the mode of its
+    # capture.
     "kernels that ask for modes": Kind(
         """
 torch.manual_seed(0)
@@ -357,6 +372,8 @@ def f(x):
             ),
         },
     ),
+    # If a capture drew from the default generator and put it back, another thread would draw a
+    # number twice.
     "other threads' random numbers": Kind(
         """
 @contextlib.contextmanager
@@ -392,6 +409,7 @@ def f(x):
         options={"calls": 6, "draws": False},
         on_gpu=False,
     ),
+    # The second micro-batch gets the state that the first one lent, and overwrites it.
     "a borrowed state in micro-batches": Kind(
         """
 def step(params, state, batch):
@@ -411,6 +429,7 @@ def arguments(call):
             "out": ("state", "params", "2"),
         },
     ),
+    # One rank would overwrite what another has not read yet.
     "one borrowed stage on several ranks": Kind(
         """
 def stage(params, state, batch, x):
@@ -434,6 +453,8 @@ def arguments(call):
         refused=True,
         options={"calls": 6},
     ),
+    # As for names, in every kind of place; `module.eval()` replaces no tensor, and changes the
+    # result all the same.
     "tensors put in their places anew": Kind(
         """
 from collections import OrderedDict, deque

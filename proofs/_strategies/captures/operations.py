@@ -99,6 +99,7 @@ def _operations(
     return tuple(Operation(text, fits, writes) for text in texts)
 
 
+# Losses whose derivatives save tensors, sort, or branch on values: what a capture could freeze.
 _LOSSES = (
     "q.square().sum()",
     "q.norm()",
@@ -300,6 +301,8 @@ OPERATIONS: dict[str, tuple[Operation, ...]] = {
         ),
         *_operations(_any, "torch.full((2,), 0.5, device=device)", "torch.zeros(2, 2)"),
     ),
+    # They read what must be in a graph's key: which arguments are one tensor, their class, strides
+    # and flags.
     "identity": (
         *_operations(_broadcast, "{a} * (2 if {a} is {b} else 3)", "{a} + len({{{a}, {b}}})"),
         *_operations(

@@ -14,7 +14,9 @@ from torch import Tensor
 from weft.proofs._strategies.captures.operations import OPERATIONS, Operation
 from weft.torchapi.private import storage_id
 
+# Mostly matrices, often with three columns: many operations need a matrix, and `layer` takes 3.
 _SHAPES = ((2, 3), (3, 3), (4,), (3, 2), (2, 3), (3, 3), (5, 3), (), (1, 3), (0, 3))
+# Mostly float32, because most operations need real numbers.
 _DTYPES = (
     "float32",
     "float32",
@@ -242,6 +244,7 @@ class _Body:
             pairs = [(a, b) for a in self.tensors for b in self.tensors]
         fitting = [pair for pair in pairs if self._fits(operation, pair)]
         if fitting:
+            # Numbers from 0 to 7 are drawn instead of names: which tensors fit is known only here.
             return fitting[(first * 8 + second) % len(fitting)]
         return None
 
@@ -320,12 +323,14 @@ def tensor_programs(draw: st.DrawFn, device: str = "cpu", max_calls: int = 5) ->
             max_size=3,
         )
     )
+    # The largest number stands for what is seldom, since examples shrink towards 0.
     donated = draw(st.integers(0, 5)) == 5
     way = draw(st.integers(0, 7))
     # Unless `alone`, other arguments may be views of the donated one.
     borrow = way == 7
     alone = way != 6
     calls = draw(st.integers(2, max_calls))
+    # At most two for all calls, so that a later call often comes back to those of an earlier one.
     some = st.sampled_from(draw(st.lists(st.sampled_from([*SURROUNDINGS]), min_size=1, max_size=2)))
     surroundings = [draw(some) for _ in range(calls)]
     # Torch itself refuses in-place writes to an inference tensor outside inference mode.

@@ -57,6 +57,7 @@ class _Tagged(Tensor):
     """A subclass of Tensor that adds no behaviour; torch propagates it through every operator."""
 
 
+# With every rule that torch asks for, so that a refusal is weft's.
 class _Doubling(torch.autograd.Function):
     """`2 * x` with a custom derivative that torch.func can vectorize."""
 
@@ -158,6 +159,7 @@ OPERATIONS: dict[str, Operation] = {
     "a flipped copy": Operation(lambda x, world: x.flip(0)),
     "writes to a copy": Operation(lambda x, world: x.clone().mul_(2).add_(0.5)),
     "writes to a view": Operation(_writes_to_a_view),
+    # A graph may refuse a write to an argument that is not donated, and a loop one to its carry.
     "writes to its argument": Operation(_writes_to_its_argument, frozenset({"graph", "loop"})),
     "returns its argument": Operation(lambda x, world: x),
     "makes new tensors": Operation(
@@ -166,6 +168,7 @@ OPERATIONS: dict[str, Operation] = {
     "draws random numbers": Operation(
         lambda x, world: x + torch.rand_like(x), frozenset({"shard", "loop", "compile"})
     ),
+    # Values that are read on the host differ from call to call, and a recorded operator does not.
     "reads its argument": Operation(_reads_its_argument, frozenset({"graph", "shard", "compile"})),
     "branches on its argument": Operation(
         _branches_on_its_argument, frozenset({"graph", "shard", "compile"})
@@ -228,6 +231,7 @@ class Body:
 
         def change() -> None:
             nonlocal scale
+            # A new value of a variable and a write in place: graphs must see both.
             scale += 1
             with torch.no_grad():
                 weight.add_(1)

@@ -32,6 +32,7 @@ _QUICK = tuple(
     for _ in range(_WEIGHTS.get(layer.kind, 1))
 )
 _SLOW = tuple(name for name, layer in LAYERS.items() if layer.slow)
+# One layer in so many is a slow one, which runs in threads or is compiled.
 _SELDOM = 40
 # How many times as often a plain call is drawn as another occasion: only a second call replays.
 _PLAIN_CALLS = 6

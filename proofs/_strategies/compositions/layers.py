@@ -104,6 +104,7 @@ def _graphified(**options: Any) -> Wrap:
 
 
 def _borrowing(function: Function) -> Function:
+    # The next call overwrites a borrowed result, hence the copy below.
     lent = graphify(function, outputs="borrow")
     return lambda x: clone(lent(x))
 
@@ -113,6 +114,7 @@ def _donating(function: Function) -> Function:
         return function(x)
 
     graph = graphify(taking, donate_argnames=["x"])
+    # A copy is donated, for the caller may use its argument again.
     return lambda x: graph(x.clone())
 
 
@@ -121,6 +123,7 @@ def _split_at_custom_operators(function: Function) -> Function:
 
 
 def _halved_by_an_operator(function: Function) -> Function:
+    # Halving is exact, so that doubling undoes it bit for bit.
     return lambda x: function(torch.ops.weft_proofs.halve(x) * 2)
 
 
@@ -401,6 +404,7 @@ def _autograd(function: Function) -> Function:
         with torch.enable_grad():
             leaf = x.detach().clone().requires_grad_()
             y = function(leaf)
+            # As inside a layer of `no_grad`.
             if not y.requires_grad:
                 return torch.zeros_like(x)
             return torch.autograd.grad(
@@ -517,6 +521,7 @@ LAYERS: dict[str, Layer] = {
     ),
     "shard, reduce_scatter": Layer(
         _sharded(lambda f, x: reduce_scatter(f(x), _AXIS), Replicate(), Shard(0)),
+        # Both ranks compute the whole, and the sum over ranks is twice that.
         lambda f: lambda x: 2 * f(x),
         uses=("shard", "reduce_scatter"),
         kind="shard",
@@ -633,6 +638,7 @@ LAYERS: dict[str, Layer] = {
         _inside(lambda x: torch.autocast(x.device.type, torch.bfloat16)),
         _inside(lambda x: torch.autocast(x.device.type, torch.bfloat16)),
         keeps_draws=True,
+        # bfloat16 has 8 bits, and each layer inside may round again.
         tolerance=0.1,
         kind="autocast",
         refused_in=(frozenset({"loop"}),),

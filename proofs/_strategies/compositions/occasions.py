@@ -53,6 +53,7 @@ def _in_a_capture(subject: Subject, x: Tensor) -> Any:
 
 def _after_lower(subject: Subject, x: Tensor) -> Any:
     if not subject.is_meaning:
+        # A copy, since some bodies write their argument, and this is not the call that is compared.
         graphify(lambda y: subject.whole(y)).lower(x.clone())
     return subject.whole(x)
 
@@ -91,6 +92,7 @@ def _derivative_by_what_it_closes_over(subject: Subject, x: Tensor) -> Any:
 
 def _in_threads_at_once(subject: Subject, x: Tensor) -> Any:
     results: list[Any] = [None] * 3
+    # The first calls begin together, so that their captures overlap.
     start = threading.Barrier(len(results))
 
     def run(index: int) -> None:
@@ -128,6 +130,7 @@ def _after_a_change(subject: Subject, x: Tensor) -> Any:
 
 
 def _with_a_kept_result(subject: Subject, x: Tensor) -> Any:
+    # It is compared after the second call, which must not have overwritten it.
     kept = subject.whole(x.clone())
     return kept, subject.whole(x.clone() + 1)
 
@@ -143,6 +146,7 @@ def _with_more_rows(subject: Subject, x: Tensor) -> Any:
 
 
 def _with_another_layout(subject: Subject, x: Tensor) -> Any:
+    # Equal values in column-major order: strides belong in a graph's key.
     return subject.whole(x.clone()), subject.whole(x.t().contiguous().t())
 
 

@@ -8,6 +8,7 @@ from weft.proofs._laws.engine.agreement import Asked
 _NOTES = st.lists(
     st.tuples(st.sampled_from(("request", "abort")), st.sampled_from("abc")), max_size=3
 ).map(tuple)
+# Mostly one program, so that the notes are what differs.
 _ASKED = st.builds(Asked, _NOTES, st.sampled_from(("scale", "scale", "other")))
 
 
@@ -25,10 +26,12 @@ def conversations(
     match draw(st.sampled_from(("the same", "anything", "another order", "a step later"))):
         case "anything":
             theirs[place] = draw(_ASKED)
+        # Fewer than two notes are still the same: the law itself compares what was asked.
         case "another order":
             theirs[place] = attrs.evolve(original, notes=original.notes[::-1])
         case "a step later" if place + 1 < len(steps):
             theirs[place] = attrs.evolve(original, notes=original.notes[:-1])
+            # Both sides have the same notes in the end, and differ only between these two steps.
             theirs[place + 1] = attrs.evolve(
                 mine[place + 1], notes=original.notes[-1:] + mine[place + 1].notes
             )

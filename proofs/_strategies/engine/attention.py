@@ -47,6 +47,8 @@ class OtherAttention:
             self.capability, False
         )
         if inside:
+            # Computed, and not passed on, so that a graph with the plan of another step gives other
+            # results.
             return (where[2] + 0, lengths + 0)
         return (where[2].tolist(), lengths.tolist())
 
@@ -90,5 +92,6 @@ def dense(config: Any, layer: Any, q: Tensor, kv_pages: Tensor, batch: Any) -> T
 
 def other_attentions(num_layers: int) -> st.SearchStrategy[OtherAttention]:
     """Attention back ends of any capability, with windows in some layers."""
+    # One for each layer: a planted bug gives all layers the first one's window.
     windows = st.tuples(*[st.sampled_from((0, 3, 2, 1, 7))] * num_layers).filter(any)
     return st.builds(OtherAttention, windows, st.sampled_from(CAPABILITIES[::-1]))

@@ -42,6 +42,8 @@ def small_model(seed: int = 0) -> Model:
             "num_attention_heads": 2,
             "num_key_value_heads": 1,
             "head_dim": 4,
+            # As many as the engines have that serve one request alone, in a single page
+            # (`_laws.engine`).
             "max_position_embeddings": 24,
             "tie_word_embeddings": False,
         },
@@ -101,6 +103,7 @@ class Half:
     def __call__(self, said: Sequence[int]) -> torch.Tensor | list[int] | None:
         if (ids := self.allowed(said)) is None:
             return None
+        # Ids and bits by turns: both forms must reach the device in the steps of one request.
         if len(said) % 2:
             return pack_bits(ids, self.vocab_size)
         return ids
@@ -108,6 +111,7 @@ class Half:
     def allowed(self, said: Sequence[int]) -> list[int] | None:
         """The tokens allowed next, or None for any token."""
         chosen = random.Random(f"{self.seed} {list(said)}")
+        # A mask may also allow everything in the midst of a completion.
         if chosen.random() < 0.8:
             return sorted(chosen.sample(self.tokens, len(self.tokens) // 2))
         return None
@@ -207,6 +211,7 @@ def loads(
         max_num_tokens=-(-rows // num_stages) + draw(st.sampled_from((0, 3, 20))),
         max_model_len=longest,
         page_size=page_size,
+        # With no page to spare, one request fills the memory, and others wait or are preempted.
         num_pages=pages + draw(st.sampled_from((0, 1, 3, 30))),
         mixed=draw(st.booleans()),
     )
@@ -218,6 +223,7 @@ def loads(
 
 @st.composite
 def _calls(draw: st.DrawFn, adapters: tuple[str | None, ...], masks: bool) -> Call:
+    # Beginnings of one or more full pages, which the prefix cache can share.
     begin = draw(st.sampled_from(((), (1, 2, 3, 4), (1, 2, 3, 4, 5, 6, 7))))
     rest = draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=0 if begin else 1, max_size=4))
     sampling = draw(sampling_params(VOCABULARY))

@@ -63,6 +63,7 @@ class Interrupt:
 
     def _enter(self, frame: FrameType, event: str, _: Any) -> Any:
         name = frame.f_globals.get("__name__", "")
+        # Lines of the test itself do not count.
         if event != "call" or not name.startswith(self.modules) or name.startswith("weft.proofs"):
             return None
         lines = _lines_of(frame.f_code)
@@ -103,6 +104,7 @@ class Places:
     def draw(self, draw: random.Random, call: str, happens: Callable[[], None]) -> Interrupt:
         """An interrupt at a drawn line of a call."""
         modules = draw.choice(self.modules)
+        # 40 lines until a call that ran to its end has shown how many there are.
         return Interrupt(draw.randrange(self._most.get((call, modules), 40)), happens, modules)
 
     def note(self, call: str, interrupt: Interrupt) -> None:

@@ -136,10 +136,13 @@ def invariant_loads(draw: st.DrawFn, stages: tuple[int, int] = (1, _LAYERS)) -> 
     for index, call in enumerate(load.calls):
         has_image = config.rope.mrope_section is not None and draw(st.integers(0, 3)) < 3
         prompts.append(
+            # Two images for all prompts, so that some prompts have the same one and share pages.
             draw(images(call.prompt, config.hidden_size, index % 2)) if has_image else None
         )
+    # Each request has a count: its likeliest tokens must not depend on a neighbour's count.
     counts = [draw(st.sampled_from((None, 0, 1, 3))) for _ in load.calls]
     calls = tuple(map(_asking, load.calls, counts, prompts))
+    # In a planted bug only the main thread is batch invariant.
     has_threads = load.pipeline > 1 and draw(st.booleans())
     return InvariantLoad(kind, attrs.evolve(load, calls=calls), tuple(prompts), has_threads)
 
@@ -159,6 +162,7 @@ def _lengthened(draw: st.DrawFn, load: Load) -> Load:
     longest = max(len(call.prompt) + call.max_tokens for call in calls)
     limits = load.limits
     page_size = 16
+    # The long prompts come in several chunks, in one or two, or whole.
     more_tokens = draw(st.sampled_from((90, 300, MAX_LEN)))
     limits = attrs.evolve(
         limits,

@@ -217,6 +217,7 @@ _TOKEN = st.integers(0, VOCABULARY - 1)
 _TOKENS = st.lists(_TOKEN, min_size=1, max_size=VOCABULARY, unique=True)
 _OTHERS = [token for token in range(VOCABULARY) if token not in ENDS]
 _FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    # 1e-46 and 1e-50 are 0 in float32, 0.999999999 is 1, and 10**37 is no int64.
     "temperature": st.sampled_from((0.0, 0, 1, 1.0, 1e-46, 1e-30, 0.01, 50.0, 1e38, 10**37)),
     "top_k": st.sampled_from((1, 2, 11, 12, 1000, 2**31 - 1)),
     "top_p": st.sampled_from((1e-320, 1e-50, 1e-9, 0.5, 0.999999999, 1)),
@@ -252,6 +253,7 @@ def odd_loads(draw: st.DrawFn) -> OddLoad:
     limits = EngineLimits(
         max_num_reqs=rows,
         max_num_tokens=-(-rows // stages) + draw(st.sampled_from((0, 3, 20))),
+        # As many as `small_model()` has positions.
         max_model_len=24,
         page_size=page_size,
         num_pages=24 // page_size + draw(st.sampled_from((0, 1, 3, 30))),
@@ -263,6 +265,7 @@ def odd_loads(draw: st.DrawFn) -> OddLoad:
         draw(st.sampled_from(("none", "none", "none", "full"))),
         draw(st.integers(0, 3)),
         draw(st.one_of(st.none(), lookups(), models())),
+        # 99 is beyond the vocabulary.
         draw(st.sampled_from(((), ENDS, (*ENDS, 99)))),
         draw(st.sampled_from(("all", "most", "nothing"))),
         tuple(draw(_calls()) for _ in range(draw(st.integers(4, 8)))),
@@ -270,6 +273,8 @@ def odd_loads(draw: st.DrawFn) -> OddLoad:
 
 
 # By theme: the kinds of answers that a request's mask may give, and the parameters that it may set.
+# The first two themes are those in which mask and parameters, or parameters alone, may leave no
+# token: at random they would seldom come together.
 _THEMES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "a mask, and parameters that bar": (
         ("few", "ends", "ids"),
@@ -295,6 +300,7 @@ def _calls(draw: st.DrawFn) -> OddCall:
     else:
         answers = []
     places = st.integers(0, len(prompt) - 1)
+    # 1e30 is finite, and overflows when a norm squares it.
     values = st.sampled_from((1.0, 0.0, 100.0, 1e30, float("inf"), float("nan")))
     embeds = draw(
         st.one_of(
@@ -306,8 +312,11 @@ def _calls(draw: st.DrawFn) -> OddCall:
         step,
         prompt,
         {"temperature": 1.0} | {name: draw(_FIELDS[name]) for name in named},
+        # 10**9 is more than the model has positions, which then end the completion.
         draw(st.sampled_from((5, 2, 1, 9, 10**9))),
+        # UTF-8 has no lone surrogate, and "x[1]" looks like the second completion of "x".
         draw(st.sampled_from((None, None, "x", "\ud800", "x[1]"))),
+        # -(10**30) is no int64, and True is an int for Python.
         draw(st.sampled_from((0, 0, 1, -(10**30), True))),
         draw(st.sampled_from((None, None, *small_adapters()))),
         OddMask(tuple(answers), draw(st.integers(0, 99))) if answers else None,

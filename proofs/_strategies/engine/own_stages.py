@@ -60,6 +60,7 @@ class OwnStages:
             values = {}
         else:
             values = {name: constants.get(name, x).to(model.device) for name, x in defaults.items()}
+        # Not 0, so that a default that is not applied shows.
         unpatched = torch.full((hidden,), 0.25)
         table = torch.cat(((constants or {}).get("patch", unpatched[None]), unpatched[None])).to(
             model.device
@@ -69,6 +70,7 @@ class OwnStages:
             if constants is None:
                 rows: Tensor = batch.token_extras["patch"]
                 return rows
+            # The last row has the default, for all tokens after the prompt.
             return table[batch.positions.clamp(max=len(table) - 1)]
 
         def read(name: str, batch: Any) -> Tensor:
@@ -267,6 +269,7 @@ def request_extras(draw: st.DrawFn, model: Model) -> Extras | None:
         "strength": (),
         "bias": (model.config.vocab_size,),
     }
+    # Sorted below: the values must depend on the seed and not on the order of the draws.
     names = draw(st.lists(st.sampled_from([*sizes]), unique=True))
     seed = draw(st.integers(0, 2))
     generator = torch.Generator().manual_seed(seed)

@@ -45,6 +45,7 @@ def step_times(
         max_limit: the greatest limit.
         max_tokens, max_seconds: the greatest differences between one measured step and the next.
     """
+    # Increments, summed up below: a step with more tokens never takes less time.
     points = st.lists(
         st.tuples(st.integers(1, max_tokens), st.integers(0, max_seconds)), min_size=1, max_size=3
     )
@@ -200,6 +201,7 @@ def traces(
     config = draw(configs(min_layers, max_layers))
     config = with_mrope(config) if embeds else config
     page_size = draw(st.sampled_from(page_sizes))
+    # 2 first, and below four requests first: examples shrink towards loads in which requests wait.
     num_rows = draw(st.sampled_from((2, 1, 2, 3, 4)))
     num_cohorts = draw(st.integers(1, 3))
     count = draw(st.sampled_from([n for n in (4, 3, 6, 2, 5, 1) if n <= max_requests]))
@@ -220,6 +222,7 @@ def traces(
     longest = max(len(a.request.prompt) + a.request.max_tokens for a in arrivals)
     max_pages = -(-longest // page_size)
     size = -(-num_rows // num_cohorts)
+    # With `size`, just enough for the decodes of a cohort, prompts come in the smallest chunks.
     tokens = draw(st.sampled_from((size, size + 3, 16)))
     mixed = draw(st.booleans())
     drafted = None if drafts is None else draw(drafts)
@@ -230,6 +233,7 @@ def traces(
         config,
         tuple(sorted(arrivals, key=lambda a: a.tick)),
         budget,
+        # With memory for the longest request alone, others wait or are preempted.
         draw(st.sampled_from((max_pages, max_pages + 2, max_pages * num_rows))),
         page_size,
         window,
@@ -245,6 +249,7 @@ def _followers(draw: st.DrawFn, config: ModelConfig, leader: Arrival) -> Arrival
     sampling = draw(sampling_params(config.vocab_size))
     request = attrs.evolve(leader.request, id=f"{leader.request.id}[1]", sampling=sampling)
     behind = draw(st.sampled_from((leader.request.id, None)))
+    # At a later tick the leader may have ended, and there would be nothing to wait for.
     tick = leader.tick + (0 if behind else draw(st.sampled_from((0, 1, 2, 6))))
     return Arrival(
         tick, request, draw(st.one_of(st.integers(tick + 1, tick + 5), st.none())), behind
@@ -288,6 +293,7 @@ def timed_traces(draw: st.DrawFn) -> Trace:
     prompts = st.lists(st.integers(3, 9), min_size=1, max_size=40)
     requests = [attrs.evolve(one.request, prompt=tuple(draw(prompts))) for one in trace.arrivals]
     arrivals = [
+        # The prompts are new, so that nobody can wait for another's pages.
         attrs.evolve(one, request=request, behind=None)
         for one, request in zip(trace.arrivals, requests, strict=True)
     ]
