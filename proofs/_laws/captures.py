@@ -112,6 +112,7 @@ def graph_is_eager_on_tensor_programs(
         torch.random.fork_rng(devices=["cuda"] if device == "cuda" else []),
     ):
         warnings.simplefilter("ignore")
+        # Two copies, since each world must see only its own writes.
         first = program.run()
         second = program.run()
         if "graph" in second:
@@ -123,6 +124,7 @@ def graph_is_eager_on_tensor_programs(
         else:
             eager = first["f"]
         _compare_calls(_World(program, first, eager), _World(program, second, graph), device, tally)
+        # A program's own `graph` may be any function over graphs, without counts of its own.
         if "graph" not in second:
             info = graph.cache_info()
             tally.replays = tally.replays + info.replays
@@ -163,6 +165,7 @@ def _compare_calls(eager: _World, graph: _World, device: str, tally: Tally) -> N
             ]
         if program.chained:
             states = _in_layout(results[0][0], results[1][0]), results[1][0]
+    # Only now: a replay may overwrite the results of any earlier call.
     for result, copy in kept:
         assert_equal(f"{_LAW}: a result after later calls", result, copy)
     if program.threads:
@@ -231,6 +234,7 @@ def _outcome(world: _World, call: int, state: Any) -> _Outcome:
     donated = len(world.program.donated)
     world.names["before"](call)
     if (
+        # The next state may have another shape or dtype; then this call begins with a new one.
         isinstance(state, Tensor)
         and state.shape == arguments[0].shape
         and state.dtype == arguments[0].dtype
@@ -299,6 +303,7 @@ def _shared(result: Any, program: TensorProgram) -> set[tuple[str, str]]:
     """The pairs of results that share memory, by index. Next states are left out: they lie in the
     memory of the old ones."""
     results = [*enumerate(_tensors(result))][len(program.donated) :]
+    # Tensors without elements have no memory to share.
     names = [(f"result {i}", storage_id(x)) for i, x in results if x.numel()]
     return {(a, b) for i, (a, one) in enumerate(names) for b, other in names[:i] if one == other}
 

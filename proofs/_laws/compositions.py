@@ -82,6 +82,7 @@ def _compare(
     outcome = _outcome(composition, call, occasion, subject, device)
     if isinstance(outcome.result, WeftError) and not isinstance(expected.result, Exception):
         tally.refused[reason_of(outcome.result)] += 1
+        # A CUDA graph cannot hold all that a tape can, so that it may refuse any nest.
         if device == "cpu" and not composition.may_be_refused(occasion):
             raise LawViolation(
                 f"{where}: it is refused: {_line(outcome.result)}"
@@ -101,6 +102,7 @@ def _compare(
         tally.errors += 1
         return False
     if isinstance(outcome.result, Exception):
+        # If torch's own transforms raise the same type of error, the error is torch's.
         by_torch = _outcome_of_torch(composition, call, device).result
         if type(by_torch) is type(outcome.result):
             tally.errors += 1
@@ -108,6 +110,7 @@ def _compare(
         text = f"{where}: it raises {_line(outcome.result)}, where its meaning does not"
         raise LawViolation(text) from outcome.result
     keeps_draws = composition.keeps_draws and OCCASIONS[occasion].keeps_draws
+    # Other numbers were drawn, or the same ones in another order: there is nothing to compare.
     if "draws random numbers" in composition.body.operations and not keeps_draws:
         return False
     difference = _difference(composition, outcome, expected, keeps_draws)
@@ -184,12 +187,15 @@ def _outcome(
     nudge: float = 0.0,
 ) -> _Outcome:
     argument = composition.argument(call, device) * (1 + nudge)
+    # The nest and its meaning draw the same numbers.
     torch.manual_seed(call)
     before = _surroundings()
     try:
         result: Any = OCCASIONS[occasion].run(subject, argument)
     except Exception as error:
         result = error
+        # Guards in the error's frames, such as the hooks of `checkpoint`, end what they began
+        # before the surroundings are compared below.
         clear_frames(error)
     if not subject.is_meaning and (after := _surroundings()) != before:
         raise LawViolation(

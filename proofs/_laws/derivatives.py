@@ -40,6 +40,7 @@ def derivatives_are_of_the_step(scenario: Scenario, place: int | None, device: s
 
     recorded = tree_map(lambda x: x.clone().requires_grad_(), params)
     run(recorded)[0].backward()
+    # A parameter that no token has reached has no gradient, such as that of an expert nobody chose.
     gradients = tree_map(lambda x: torch.zeros_like(x) if x.grad is None else x.grad, recorded)
     assert_equal("L15 backward of a step is its grad", gradients, slopes, exact=False)
 
@@ -50,11 +51,14 @@ def derivatives_are_of_the_step(scenario: Scenario, place: int | None, device: s
         at = [place % len(names)]
     direction = _direction(params, at, scenario.seed)
     slope = _product(slopes, direction)
+    # The deviation of a slope along a direction whose numbers have deviation 0.3.
     size = 0.3 * math.sqrt(_product(slopes, slopes, at))
     pushed: tuple[Any, ...] = func.jvp(run, (params,), (direction,), has_aux=True)
     forward = pushed[1]
     measured = _measured(run, params, direction, expected[1][0])
+    # Where there is no finite difference, `jvp` and `grad` are still compared.
     for way, one, other in (("grad", slope, measured), ("jvp", forward.item(), slope)):
+        # `not <=`, so that NaN breaks the law.
         if other is not None and not abs(one - other) <= NEAR * size + NOISE:
             if place is None:
                 what = "all parameters"
@@ -139,6 +143,7 @@ def _product(one: Any, other: Any, places: Sequence[int] | None = None) -> float
         kept = pairs
     else:
         kept = [pairs[place] for place in places]
+    # In float64, or a sum over all weights would have an error of its own.
     return sum(float((a.double() * b.double()).sum()) for a, b in kept)
 
 

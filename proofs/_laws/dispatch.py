@@ -58,6 +58,7 @@ def nothing_is_captured_after_start(scenario: Scenario, mode: str, device: str =
     """L6: once the ladder is captured and frozen, every batch that it covers replays and nothing
     more is captured."""
     reqs = len(scenario.prompts)
+    # No step of the scenario has more.
     tokens = sum(map(len, scenario.prompts)) + len(scenario.prompts)
     ladder = make_ladder(mode, Limits(reqs, tokens))
     graph = graphify(whole(scenario, device), ladder=ladder, split_at="weft::paged_attention")
@@ -162,6 +163,7 @@ def class_is_kept(
         state, out = graph(params, state, batch)
         expected = dispatch(descriptor, ladder).descriptor
         codes = sorted(set(out.logprobs.tolist()))
+        # An odd code is that of a uniform class.
         if not is_uniform(descriptor) and any(code % 2 for code in codes):
             raise LawViolation(f"L7 class is kept: a uniform graph ran for '{descriptor}'")
         if codes != [_code(expected)]:

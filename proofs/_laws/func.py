@@ -48,6 +48,7 @@ TRANSFORMS: dict[str, Transform] = {
     "gradients of each sample": lambda f, p, x: func.vmap(func.grad(_loss(f)), in_dims=(None, 0))(
         p, _stack(x)
     ),
+    # Called within a transform, but only on tensors that the transform does not follow.
     "around a call of its own": lambda f, p, x: func.grad(lambda q: (f(p, x) * q.sum()).sum())(p),
 }
 """The transforms of torch.func, by name. Each applies to a function `(params, x) -> y` whose result
@@ -73,6 +74,7 @@ def functions_of_graphs_are_functions(mapping: Mapping, transform: str) -> None:
             )
         assert_equal(f"L15 {transform} of a graph", warm(params, x), fn(params, x))
     infos = [graph.cache_info() for graph in (cold, warm)]
+    # `functional_call` makes plain calls, which may capture.
     if (infos[1].captures, infos[0].currsize) != (1, 0) and transform != "functional_call":
         raise LawViolation(f"L15 {transform} of a graph: it captured inside: {infos}")
 

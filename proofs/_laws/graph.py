@@ -36,8 +36,10 @@ def graph_is_eager(
     chosen = []
     for batch in scenario.batches(device):
         decision = graph.explain(params, other, batch).decision
+        # Batches of one class with other fields have graphs of their own.
         fields = batch.inputs_embeds is None, batch.positions is None
         chosen += [] if decision.mode == "none" else [(decision.descriptor, *fields)]
+        # Padded, since products of another shape may round differently.
         state, out = eager(params, state, pad(batch, decision.descriptor))
         other, replayed = graph(params, other, batch)
         assert_equal("L1 graph is eager: output", replayed, unpad(out, batch.descriptor))
@@ -96,6 +98,7 @@ def graph_is_eager_on_padded_functions(
 
     def step(params: Any, state: Any, batch: Rows) -> tuple[Any, Any]:
         state, out = counted(params, state, batch)
+        # The sum reads the padding: rows that an earlier, larger batch left there would show.
         return state, (out, Rows(batch.descriptor, batch.x + batch.x.sum(0)))
 
     graph = graphify(

@@ -43,6 +43,7 @@ def loop_bodies_are_pythons(loop: LoopBody, device: str = "cpu") -> None:
         match loop.way:
             case "on ranks":
                 ranks = shard(eager, Mesh(d=2), Replicate(), Replicate())
+                # The graph first, so that the ranks' trace is made inside of a capture.
                 _check_calls(
                     loop, {"on ranks in a graph": graphify(ranks), "on ranks": ranks}, device
                 )
@@ -101,6 +102,7 @@ def _step_in_rows(loop: LoopBody, slots: _Slots, bounds: Tensor) -> Carry:
 def _check_derivatives(loop: LoopBody, device: str) -> None:
     """Check the derivatives with respect to the initial slots and to a closed-over scale, with one
     bound per row of `vmap`."""
+    # Rows of `vmap` need `max_steps`, since their conditions differ, and `grad` needs a real total.
     if not loop.has_rows or loop.max_steps is None or loop.dtype.is_complex:
         return
     bounds = torch.tensor(loop.bounds, device=device)
@@ -135,6 +137,7 @@ def _run(loop: LoopBody, slots: _Slots, bound: Tensor, scale: Tensor | None = No
     start = tuple(x * 1 for x in slots), torch.zeros((), dtype=torch.int64, device=bound.device)
     body = functools.partial(_scaled_body, loop, scale)
     last, _ = while_loop(lambda carry: carry[1] < bound, body, start, max_steps=loop.max_steps)
+    # If a slot of the result is the initial tensor, or a view of it, this write shows in it.
     for x in start[0]:
         x.mul_(3)
     return *last, *start[0]

@@ -23,6 +23,8 @@ def loops_are_python_loops(loop: Loop, device: str = "cpu") -> None:
     @donates("carry")
     def in_place(carry: Any) -> Any:
         values, steps = carry
+        # Cloned before any write: where the body moves values, a new one is the old tensor of
+        # another slot.
         for value, new in zip(values, [new.clone() for new in loop.body(carry)[0]], strict=True):
             value.copy_(new)
         return values, steps.add_(1)

@@ -24,6 +24,7 @@ def memory_is_estimated(function: Function, classes: int, device: str = "cpu") -
     graph = graphify(counting_step(function), ladder=ladder, donate_argnames="state")
     params = function.params.to(device)
     state = tree_map(lambda x: x.to(device), function.state)
+    # One row, which every class covers.
     x = function.inputs[0][:1].to(device)
     batch = Rows(BatchDescriptor(1, 1), x)
     before = clone(state)
@@ -49,6 +50,7 @@ def dropped_graphs_are_not_in_use(function: Function, most: int, device: str = "
     params = function.params.to(device)
     state = tree_map(lambda t: t.to(device), function.state)
     other: Any = clone(state)
+    # Twice, so that sizes whose graph was dropped come again.
     for x in (x.to(device) for x in (*function.inputs, *function.inputs)):
         state, out = function.fn(params, state, x)
         other, replayed = graph(params, other, x)
@@ -56,5 +58,6 @@ def dropped_graphs_are_not_in_use(function: Function, most: int, device: str = "
         assert_equal("L9 a dropped graph is not in use: state", other, state)
         if graph.cache_info().currsize > most:
             raise LawViolation(f"L9 a dropped graph: {graph.cache_info()} with room for {most}")
+    # Launches are asynchronous: an error of a graph that was dropped in use would come later.
     if device != "cpu":
         torch.cuda.synchronize()

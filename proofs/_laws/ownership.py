@@ -36,6 +36,7 @@ def capture_leaves_no_trace(
         # A capture must use an inert batch. On the real one, its next token is beyond the state.
         except IndexError as error:
             raise LawViolation(f"L8 capture leaves no trace: it raises {error}") from error
+        # Without a class nothing is captured, so that nothing fails.
         if ladder:
             try:
                 failing.capture(params, state, batch)
@@ -50,6 +51,7 @@ def capture_leaves_no_trace(
 def _then_fail(step: Callable[..., Any]) -> Callable[..., Any]:
     def failing(params: Any, state: Any, batch: Batch) -> Any:
         state, out = step(params, state, batch)
+        # A read on the host, which no capture allows, after the step has written its state.
         out.token_ids.sum().item()
         return state, out
 
@@ -80,6 +82,7 @@ def ownership_is_kept(
         old = state
         state, out = graph(params, state, batch)
         results.append((out, clone(out)))
+        # All results so far, since a replay of any class may overwrite those of another.
         for result, copy in results:
             assert_equal("L9 a result does not change under its holder", result, copy)
         try:
@@ -105,6 +108,8 @@ def borrowed_results_are_right(function: Function, device: str = "cpu") -> None:
     other = clone(state)
     for x in (x.to(device) for x in function.inputs):
         replayed = expected = (x, x + 1, x)
+        # Results are the next call's arguments in swapped places: writing one buffer before the
+        # other is read would lose a value.
         for _ in range(3):
             state, expected = step(params, state, expected[:2])
             other, replayed = graph(params, other, replayed[:2])

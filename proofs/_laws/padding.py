@@ -33,6 +33,7 @@ def padding_is_inert(
                 params, _garbage_scratch(poisoned), _garbage_tail(pad(batch, descriptor), batch)
             )
             unpadded = unpad(padded, batch.descriptor)
+            # Within a tolerance: a product of more rows may add up in another order.
             assert_equal("L2 padding is inert: output", unpadded, out, exact=False)
             # Unwritten memory is 0 in one run and NaN in the other, so NaN is read as 0 here.
             unwritten = tree_map(

@@ -46,6 +46,7 @@ def pieces_are_the_whole_on_functions(function: Function, device: str = "cpu") -
     split_at = {"matmul": "aten::mm", "sort": "aten::sort", "softmax": "aten::_softmax"}
     split_at["gather"] = split_at["sort"]  # "gather" calls argsort, which calls aten::sort
     names = [split_at[name] for name in function.code if name in split_at]
+    # A function without a split is one whole graph, as in L1.
     if not names:
         return
     cut = piecewise(function.fn, split_at=names)

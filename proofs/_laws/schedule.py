@@ -106,6 +106,8 @@ def own_schedules_are_compositions(case: Woven, transport: Transport | None = No
         raise LawViolation(f"{law}: refused: {refused}")
     rounds = _rounds(case)
     fewest = fewest_rounds(case.scheduled.programs, case.scheduled.jobs)
+    # A message that no rank needs yet must not hold up a run by filling its edge: LoopedBFS once
+    # took 18 rounds for that, where 17 are enough.
     if rounds > fewest:
         raise LawViolation(
             f"{law}: {rounds} rounds of equally fast stages, where {fewest} are enough"
@@ -181,6 +183,7 @@ def _stage(
     # Integers compare exactly. Multiplying and adding do not commute, so a swapped order shows.
     rows, number = batch
     x = number + rows if x is None else x
+    # A prime below 2**16: products stay far from the end of int64.
     output = (x * param + state[rows]) % 65_521
     return state.index_copy(0, rows, state[rows] * 3 + output), output
 
@@ -216,6 +219,7 @@ def _one_after_the_other(case: Woven) -> list[Any]:
 def _without_schema(effect: Effect) -> Effect:
     if isinstance(effect, Run | Fence):
         return effect
+    # The drawn schemas are of float tensors, and these stages send integers.
     return attrs.evolve(effect, schema=None)
 
 

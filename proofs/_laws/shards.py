@@ -181,6 +181,7 @@ def surroundings_of_shards_change_nothing(case: SurroundedShard) -> None:
     read, write = HOLDERS[case.holder]()
     whole = case.function(read, on_a_rank=False)
     step = case.sharded(read)
+    # Written after the function is made, for it must read the tensor when it is called.
     write(torch.tensor(1.5))
     call = FIRST_CALLS[case.first]
     law = f"L22 surroundings of shards: {case.first}"
@@ -188,6 +189,7 @@ def surroundings_of_shards_change_nothing(case: SurroundedShard) -> None:
         expected = call(whole, case.x)
         assert_equal(law, _result_of(law, call, step, case.x), expected, exact=False)
     for turn, name in enumerate(case.later):
+        # A new value each time: a trace that keeps what it closed over would show.
         weight = torch.tensor(2.0 + turn)
         later = LATER_CALLS[name]
         law = f"L22 surroundings of shards: {name}, after {case.first}"
@@ -246,6 +248,7 @@ def false_replicas_are_refused(function: RankFunction) -> None:
     )
     placements = function.placements
     for axis, placement in placements[-1].by_axis:
+        # Here the claim would be true.
         if placement == Replicate() or function.mesh.sizes[axis] == 1:
             continue
         claimed = Placements(**(dict(placements[-1].by_axis) | {axis: Replicate()}))
@@ -292,6 +295,7 @@ def shares_are_the_model(
                 exact=False,
             )
             rest = [attrs.evolve(one, kv_pages=expected.kv_pages) for one in stage]
+            # Each rank has a part of the pages, compared above, and all of the other tables.
             law = "L22 shares are the model: state"
             assert_equal(law, visible(rest), visible([expected] * num_ranks), exact=False)
 

@@ -56,6 +56,7 @@ def differences_are_refused(
             for note in requests.notes:
                 agreement.add(*note)
             agreement.begin(_programs(after - oldest, requests.program), oldest, step)
+        # The oracle compares all that was asked so far, and no digest of it.
         same_in |= dict.fromkeys(range(first, after), mine[: step + 1] == theirs[: step + 1])
         owed = [*waiting, *range(first, after)]
         first = after

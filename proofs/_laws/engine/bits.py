@@ -137,6 +137,7 @@ def _complete(
     max_tokens: int,
 ) -> CompletionState:
     engine = _engine_for_one(kind, device, call.adapter)
+    # Pages of an earlier request would shorten this one's pass.
     engine.reset_prefix_cache()
     engine.add(prompt, sampling, max_tokens=max_tokens, adapter=call.adapter, mask=call.mask)
     *_, output = engine

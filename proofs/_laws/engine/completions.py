@@ -131,6 +131,7 @@ def _compare(law: str, load: Load, said: Said) -> None:
             tokens, reason = said[index, sample]
             sampling = attrs.evolve(call.sampling, seed=seed, n=1)
             expected, ended = alone(call.prompt, sampling, call.max_tokens, call.adapter, call.mask)
+            # An abort that the load did not ask for is compared as any other end.
             whole = reason != "abort" or call.aborted is None
             if tokens != (expected if whole else expected[: len(tokens)]) or (
                 whole and reason != ended

@@ -25,6 +25,8 @@ def served_in_turn(trace: Trace) -> None:
     host = HostState.empty(trace.budget, trace.num_pages, trace.page_size)
     last = max(arrival.tick for arrival in trace.arrivals)
     lengths = sum(len(a.request.prompt) + a.request.max_tokens for a in trace.arrivals)
+    # As if each token took a step, for which it waits for its cohort's turn and for tokens to be
+    # read.
     most = last + (lengths + len(trace.arrivals)) * (trace.budget.num_cohorts + trace.window)
     unread: list[list[Work]] = []
     for tick in itertools.count():
@@ -82,6 +84,7 @@ def check_time(works: Sequence[Work], time: StepTime, page_size: int) -> None:
                 decodes = decodes + 1
             else:
                 chunks.append(len(ids))
+                # Counted token by token, where the scheduler has a formula.
                 pairs += sum(start + place + 1 for place in range(len(ids)))
         took += time.seconds(sum(map(len, parts)), pairs, reads)
     if took > time.limit and chunks and (len(chunks) > 1 or chunks[0] > page_size):

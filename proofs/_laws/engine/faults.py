@@ -62,6 +62,7 @@ def faults_end_their_own_request(load: OddLoad, tally: Tally | None = None) -> N
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the engine warns of end tokens beyond the vocabulary
         engine = load.engine()
+    # Without `MUTE`, which some tokenizers cannot decode: this request must not end by an error.
     careful = SamplingParams(temperature=0.0, ignore_eos=True, bad_token_ids=[MUTE])
     witness = engine.add((1, 2, 3), careful, max_tokens=5)
     calls, outputs = _run(load, engine, tally)
@@ -80,6 +81,7 @@ def faults_end_their_own_request(load: OddLoad, tally: Tally | None = None) -> N
         tally.tokens += len(last.track.token_ids)
         tally.ended[str(last.finish_reason)] += 1
         if last.error is not None:
+            # Without the numbers that follow, so that errors of one kind are counted together.
             tally.errors[re.split(r"[:\d\[]", last.error.problem)[0]] += 1
     missing = {
         name: call for name, call in calls.items() if not any(key[0] == name for key in outputs)
@@ -181,6 +183,7 @@ def _check_said(load: OddLoad, call: OddCall, last: RequestOutput) -> None:
             bool(stops & set(tokens[-1:]))
             or any(stop in _text(load, tokens) for stop in params.stop)
         ),
+        # 24 is `max_model_len` of the drawn engines.
         "length": len(tokens) == min(call.max_tokens, 24 - len(call.prompt)),
         "abort": call.aborted is not None,
         "error": isinstance(last.error, WeftError) and _may_fail(load, call, params, stops, tokens),
@@ -221,6 +224,7 @@ def _answer(mask: OddMask, said: Sequence[int]) -> set[int]:
         ids = list(allowed)
     except Exception:
         return set()
+    # By type, since True is an int by `isinstance`, and no token.
     if all(type(one) is int and one in everything for one in ids):
         return set(ids)
     return set()

@@ -64,6 +64,7 @@ class Device:
         past: tuple[int | None, ...] = ()
         for place in range(start + len(ids)):
             slot = self.tables[row][place // self.page_size], place % self.page_size
+            # The host does not know the tokens of steps that it has not read.
             past += (tokens[place] if place < len(tokens) else None,)
             if place >= start:
                 self.slots[slot], self.versions[slot] = past, self.version

@@ -70,6 +70,7 @@ def seed_and_position_fix_the_sample(
             law = f"L16 the seed of row {move.row} and position {position} fix the sample"
             assert_equal(law, out.token_ids[one], expected[0])
             assert_equal(law, out.logprobs[one], expected[1], exact=False)
+            # After a chunk that does not end its prompt the draw is discarded, and must not count.
             said[move.row] += out.token_ids[one].tolist() if batch.samples[index] else []
 
 
@@ -78,6 +79,7 @@ def _draw_alone(
 ) -> tuple[Tensor, Tensor]:
     """The draw of a request alone in a sampling table, into which the host wrote all tokens
     generated so far."""
+    # The last row of a table is the scratch row, and no request has more than 4 tokens with a bias.
     table = SamplingTable.zeros(2, scenario.config.vocab_size, 4, logits.device)
     write_rows(table, [0], [scenario.sampling[row]], [scenario.prompts[row]], [said])
     return sample_rows(logits, table, *torch.tensor([[0], [position]], device=logits.device))

@@ -47,6 +47,7 @@ def spanned(
     device: torch.device | str = "cpu",
 ) -> Pipelined:
     """The trace's model as a pipeline over work, with stages graphified in the given mode."""
+    # No step has more adapters than rows.
     loras = lora_rungs(min(trace.num_adapters, trace.budget.cohort_size))
     limits = Limits(
         trace.budget.cohort_size, trace.budget.max_num_tokens, trace.budget.query_lens, loras
@@ -91,12 +92,14 @@ def _serve(law: str, trace: Trace, num_stages: int, mode: str, device: str) -> N
         # The stages' tables are comparable only once no step is in flight.
         states = run.state if window.settled else ()
         tables = [
+            # Without the last row, the scratch row, which belongs to padding.
             {name: x[:-1] for name, x in leaves_with_names(state) if name in TABLES}
             for state in states
         ]
         for index, table in enumerate(tables[1:], 1):
             assert_equal(f"{law} stages agree: stage {index} and stage 0", table, tables[0])
         windows.append(window)
+    # The oracle does not draft.
     served_as_alone(attrs.evolve(trace, drafts=None), windows, device, law)
 
 

@@ -49,6 +49,7 @@ def changed_parameters_compute_all(load: Load, step: int, how: str, parts: str) 
     weights = int("parameters" in parts)
     version = int("adapters" in parts)
     new = small_model(weights)
+    # A copy: `small_model` is cached, and these parameters may be written in place.
     model = attrs.evolve(small_model(), params=clone(small_model().params))
     engine = load.engine(model=model)
     drawn: dict[tuple[int, int], tuple[int, int]] = {}
