@@ -63,6 +63,7 @@ def serve(trace: Trace, run: Run) -> Iterator[Window]:
             works += more
             tick += 1
         done = [*run(works)]
+        # Without works to launch, a late reader must wait, or the trace would never end.
         if settled := not (trace.reads_late and works):
             done += run.flush()
         host, got = _observed(host, done)
@@ -105,6 +106,7 @@ def happen(trace: Trace, host: HostState, tick: int) -> HostState:
     for arrival in trace.arrivals:
         if arrival.tick == tick:
             host = add(host, arrival.request, trace.budget, behind=arrival.behind)
+        # It may have ended by itself before.
         if arrival.aborted == tick and host.find(arrival.request.id) is not None:
             host = finish(host, arrival.request.id, "abort")
     return host
@@ -114,6 +116,8 @@ def read_made_up(host: HostState, works: Sequence[Work]) -> HostState:
     """Let the host read works that no model ran, with tokens computed from the job and the row."""
     for work in works:
         if work.feeds:
+            # Any function of job and row would do, if ranks that schedule for themselves compute
+            # the same.
             host, _ = observe(
                 host, work.job, [[(7 * work.job + row) % _VOCABULARY] for row in work.rows]
             )

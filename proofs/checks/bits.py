@@ -141,6 +141,8 @@ def _calling_line() -> str:
 
 def _first_difference(alone: Sequence[_Result], other: Sequence[_Result]) -> str:
     """A sentence about the first operator whose bits differ, in the rows that both runs have."""
+    # Of two lists of operators, one may go on: the first difference is looked for in what both
+    # have.
     for one, two in zip(alone, other, strict=False):
         if one.name != two.name:
             return (
@@ -148,6 +150,7 @@ def _first_difference(alone: Sequence[_Result], other: Sequence[_Result]) -> str
                 f" at {one.line}"
             )
         for a, b in zip(one.values, two.values, strict=True):
+            # Padding follows the batch, so what both have comes first in each dimension.
             common = tuple(slice(min(sizes)) for sizes in zip(a.shape, b.shape, strict=True))
             if a.dim() == b.dim() and find_difference(b[common], a[common], None) is not None:
                 most = (a[common].double() - b[common].double()).abs().nan_to_num().max().item()

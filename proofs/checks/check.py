@@ -166,6 +166,7 @@ def check(
 def _warm_up() -> None:
     """Do the one-time work of a first capture before processes are forked, which would all repeat
     it."""
+    # Pickled and read, as questions and answers are.
     example = pickle.loads(pickle.dumps(Outcome(copies(torch.ones(1)))))
     graphify(lambda x: x + 1)(example.result)
 
@@ -339,6 +340,7 @@ def _show(subject: Subject, rows: Sequence[Row], console: Console) -> None:
         table.add_row(row.law.name, row.law.number, row.law.promise, escape(row.outcome), *counts)
     console.print(f"{len(rows)} law{'s' * (len(rows) != 1)} of {subject.name}", markup=False)
     console.print(table)
+    # Several laws may have the same note.
     for note in dict.fromkeys(row.note for row in rows if row.note):
         console.print(f"no evidence: {subject.name} {note}", markup=False)
 

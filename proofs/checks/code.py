@@ -88,6 +88,7 @@ class Writer:
     def write(self, value: Any) -> Code:
         """The value as an expression."""
         kind = type(value)
+        # By class, since a subclass, such as an enum of ints, has a `repr` that is no code.
         if kind in _PLAIN:
             return repr(value)
         for classes, write in _WRITERS:
@@ -107,6 +108,7 @@ class Writer:
         if face == "weft":
             self.imports.add("import weft")
             return f"weft.{name}"
+        # "<locals>" in a name: no module can import it.
         if module in ("builtins", "__main__") or "<" in name:
             if module != "builtins":
                 self.remarks.append(f"{name.rpartition('.')[2]} is of your own code ({module})")
@@ -228,6 +230,7 @@ def _keyed(key: str, code: Code) -> Code:
 
 
 def _is_default(value: Any, default: Any) -> bool:
+    # By type as well, since 1 equals True and 1.0. Other values may have an `==` of their own.
     return value is default or (
         type(value) is type(default) and type(value) in _PLAIN and value == default
     )
@@ -270,6 +273,7 @@ def _printed(x: Tensor, where: str) -> str | None:
 
     if x.numel() == 0:
         return f"torch.empty({list(x.shape)}, dtype={x.dtype}{where})"
+    # The dtypes that `torch.tensor` gives to Python's numbers.
     inferred = x.dtype in (torch.float32, torch.int64, torch.bool)
     return f"torch.tensor({listed(x.shape)}{'' if inferred else f', dtype={x.dtype}'}{where})"
 
@@ -332,6 +336,7 @@ def _torch_name(writer: Writer, value: Any) -> Code:
     return repr(value)
 
 
+# The first class that fits decides: an enum may be an int or float, and a Size is a tuple.
 _WRITERS: tuple[tuple[Any, Callable[[Writer, Any], Code]], ...] = (
     (Tensor, Writer.tensor),
     (np.ndarray, _array),

@@ -165,6 +165,7 @@ def _leaf_difference(
     if (kinds := (_words(a), _words(b)))[0] != kinds[1]:
         return lambda: Difference(path, *kinds)
     a, b = plain(a), plain(b)
+    # Tensors on `meta` have no elements.
     if a.is_meta or not bool((differ := unequal(a, b, tolerance)).any()):
         return None
     return lambda: _element_difference(path, kinds[0], a, b, differ)
@@ -181,6 +182,7 @@ def _words(value: Any) -> str:
 
 
 def _same(a: Any, b: Any, tolerance: Tolerance) -> bool:
+    # As tensors: bitwise, NaN equals NaN, and 0.0 differs from -0.0.
     if isinstance(a, float | complex) and type(a) is type(b):
         if isinstance(a, complex):
             kind = torch.complex128

@@ -31,6 +31,7 @@ def digits(x: Tensor) -> list[str]:
 def _shortest(value: float, dtype: torch.dtype) -> str:
     if not math.isfinite(value):
         return f"float('{value}')"
+    # With 17 digits every float64 is exact, and `repr` has as many as it needs.
     for precision in range(1, 17):
         text = repr(float(f"{value:.{precision}g}"))
         if _read(text, dtype) == value:
@@ -39,4 +40,5 @@ def _shortest(value: float, dtype: torch.dtype) -> str:
 
 
 def _read(text: str, dtype: torch.dtype) -> Any:
+    # As torch rounds to the dtype, since the code makes the tensor in the same way.
     return torch.tensor(float(text), dtype=dtype).double().item()

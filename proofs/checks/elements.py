@@ -53,6 +53,7 @@ class Place:
             return "0 ULPs: zeros of either sign"
         if isinstance(self.actual, bool):
             return "a bool"
+        # NaN minus a number, or an infinity minus itself, is NaN.
         amount = abs(self.actual - self.expected)
         if amount != amount:
             return "NaN"
@@ -83,6 +84,7 @@ def unequal(a: Tensor, b: Tensor, tolerance: Tolerance) -> Tensor:
     if not tolerance.exact:
         return ~torch.isclose(wide_a, wide_b, tolerance.rtol, tolerance.atol, tolerance.equal_nan)
     differ = _bits(a) != _bits(b)
+    # NaN has many bit patterns, and operators do not promise which one they give.
     nan = wide_a.isnan() & wide_b.isnan()
     if tolerance.equal_nan:
         return differ & ~nan

@@ -240,9 +240,12 @@ class EngineMachine(RuleBasedStateMachine):
         page_size = draw.choice((2, 4))
         limits = EngineLimits(
             max_num_reqs=rows,
+            # A token for each row of a stage's turn at least; with few to spare, prompts come in
+            # chunks.
             max_num_tokens=-(-rows // subject.pipeline) + draw.choice((0, 4, 20)),
             max_model_len=subject.max_model_len,
             page_size=page_size,
+            # Pages for one request at least; with few to spare, others wait or are preempted.
             num_pages=-(-subject.max_model_len // page_size) + draw.choice((0, 2, 4, 30)),
             mixed=draw.random() < 0.5,
         )
@@ -380,6 +383,7 @@ class EngineMachine(RuleBasedStateMachine):
         tokens = track.token_ids
         reason = track.reason
         params = track.request.sampling
+        # An oracle gives fewer tokens than the most only where something ends the request.
         if len(expected) < most or expected[-1] in params.stop_token_ids:
             ends = "stop"
         else:
@@ -393,6 +397,7 @@ class EngineMachine(RuleBasedStateMachine):
         if (tokens, reason) != (expected, ends):
             problem = f"{tokens}, {reason}, and expected {expected}, {ends}"
             raise LawViolation(f"{LAW}: completion {key.sample} of {name!r} is {problem}")
+        # The track may be right although a step returned a token twice, or never.
         if (count := self._num_returned[name, key.sample]) != len(tokens):
             raise LawViolation(
                 f"{LAW}: of the {len(tokens)} tokens of {name!r}, {count} were returned by a step"

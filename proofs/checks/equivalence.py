@@ -165,6 +165,7 @@ def _call(names: Sequence[str], options: dict[str, Any]) -> str:
     option_texts = [
         f"{name}={_written(value)}" for name, value in options.items() if value != defaults[name]
     ]
+    # Without the " (g)" that `names_of` adds to equal names.
     functions = [name.partition(" ")[0] for name in names]
     return f"weft.proofs.assert_equivalent({', '.join([*functions, 'args=args', *option_texts])})"
 

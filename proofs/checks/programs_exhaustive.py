@@ -15,6 +15,7 @@ from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send
 from weft.meshes.collectives import AllGather, AllReduce, AllToAll, PPermute, ReduceScatter
 from weft.values.schema import Schema
 
+# A program must be right however many messages an edge holds, as transports differ in this.
 CAPACITIES = (1, 2, 3)
 
 # One of "input", "ran", "result", "sent" and "output", the micro-batch, and the stage (or 0).
@@ -155,6 +156,7 @@ class Move:
 
     def run(self, stage: int, buffers: int | None) -> None:
         """Run a stage, which overwrites the oldest of its `buffers` output buffers."""
+        # On one rank no message carries a result to the next stage.
         if stage > 0:
             self.take(
                 "input" if self.num_ranks > 1 else "result",
@@ -301,6 +303,8 @@ def compare_ranks(programs: Sequence[Program]) -> None:
     for source, to in itertools.permutations(range(len(programs)), 2):
         sent = list(_kinds(programs[source], source, to))
         taken = list(_kinds(programs[to], source, to))
+        # Other numbers of messages need no test here: `explore` ends with a rank that waits, or
+        # with a message in flight.
         if stages_of(programs) > len(programs) and sent != taken and sorted(sent) == sorted(taken):
             raise Wrong(f"rank {to} receives in another order than rank {source} sends")
 

@@ -86,6 +86,7 @@ def search(
     @settings(
         deadline=None,
         max_examples=most,
+        # One error is returned, that of the smallest example.
         report_multiple_bugs=False,
         verbosity=Verbosity.quiet,
         print_blob=False,
@@ -141,6 +142,8 @@ def _key(title: str, functions: Sequence[Callable[..., Any]]) -> bytes:
         code = getattr(fn, "__code__", None)
         parts += [getattr(fn, "__module__", "") or "", getattr(fn, "__qualname__", "")]
         if code is not None:
+            # Other constants, such as the code of a nested function, have an address in their
+            # `repr`.
             plain = [
                 value
                 for value in code.co_consts

@@ -31,6 +31,7 @@ def structure_difference(
 def _told(spec: TreeSpec) -> tuple[Any, ...]:
     """What must be equal of a node besides its type and children: the number of children, the
     context (static fields among it), and dict keys."""
+    # Keys of dicts once more by `value_key`, since 1 equals True in the context.
     return len(children_of(spec)), spec.context, [value_key(key) for key in _keys(spec) or ()]
 
 

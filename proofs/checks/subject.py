@@ -234,6 +234,7 @@ class _World:
         try:
             expected = subject.call(subject.fn, eager)
         except Exception:
+            # These values were drawn together, so the error is the function's own.
             if self.fresh and call is self.drawn_call:
                 raise
             self.reset()

@@ -272,6 +272,7 @@ def _wants_copies(subject: Subject) -> str:
 
 
 # The laws in the order in which they are checked.
+# `pure` comes first, because the others presuppose it.
 LAWS = (
     UserLaw("pure", "", "equal arguments, equal results", pure),
     UserLaw("graph", "L1", "a graph of it is it, bitwise", graph, captures=True),
