@@ -41,4 +41,6 @@ _ALL = (
     *STEPS,
 )
 # All planted bugs, at least one for each row of `weft.proofs.evidence.runs.suite.LAWS`.
+# By the law's number, so that the record lists what each law caught together. The sort is stable:
+# mutants of one law keep the order of their modules.
 MUTANTS = tuple(sorted(_ALL, key=lambda mutant: int(mutant.law.number[1:])))

@@ -31,6 +31,8 @@ def row(
 ) -> dict[str, Any]:
     """One planted bug, and the result of its law: on the case of a known row, if that still breaks
     it."""
+    # The replay, too, runs with the bug planted: a case that broke the law once may have lost its
+    # effect when the code around the bug changed.
     with mutant.plant():
         again = None if stored_row is None else replay(mutant.law, stored_row["choices"])
         if (
@@ -95,6 +97,8 @@ def main() -> None:
         "--missing", action="store_true", help="search for those alone that have no case in FOLDER"
     )
     arguments = parser.parse_args()
+    # The number of threads may change the order of a sum, and so which case first breaks a law of
+    # bits.
     torch.set_num_threads(1)
     if arguments.missing:
         stored_rows = _stored(arguments.out)
@@ -125,6 +129,8 @@ def main() -> None:
     )
     (arguments.out / "mutants.md").write_text(f"{title}\n\n{said}\n\n{table(rows)}\n")
     print(table(rows))
+    # A mutant that survives is a failure of the law and not of the mutant: the law promises too
+    # little, or its strategy never draws the case.
     raise SystemExit(f"survived: {', '.join(survived)}" if survived else 0)
 
 

@@ -20,21 +20,28 @@ def _method(name: str, value: Callable[..., Any]) -> Callable[[], AbstractContex
     return partial(mock.patch.object, Agreement, name, value)
 
 
+# Every journal stays empty, so ranks that were asked for different requests agree in everything.
 def _not_noted(self: Agreement, subject: str, value: str) -> None:
     pass
 
 
+# The chain of digests stands still. A test that only drops a note on one rank would still pass,
+# since the counts differ; as many notes with other contents are needed.
 def _counted(self: Agreement, subject: str, value: str) -> None:
     self._count += 1
     self._entries.append((subject, value))
 
 
+# The scheduler serves first come, first served, so the same requests in another order are other
+# requests. Here both orders give one chain.
 def _in_any_order(self: Agreement, subject: str, value: str) -> None:
     self._count += 1
     self._entries.append((subject, value))
     self._chain = str(sorted(self._entries))
 
 
+# A difference is forgotten at the next equal note. A test that compares after each note would find
+# it in time; the law lets several notes come before one message.
 def _last_alone(self: Agreement, subject: str, value: str) -> None:
     self._count += 1
     self._entries.append((subject, value))
@@ -44,11 +51,15 @@ def _last_alone(self: Agreement, subject: str, value: str) -> None:
 def _newest(self: Agreement, checked: CheckedPrograms, first: int, step: int) -> None:
     """Late messages are compared with the rank's current requests."""
     self._programs[checked.digest] = checked
+    # The right version keeps the state with which each micro-batch was submitted. This one is too
+    # strict and not too lax: ranks that agree refuse each other, which a test of differences alone
+    # would pass.
     state = JournalState(step, self._count, self._chain, checked.digest)
     self._states = dict.fromkeys(range(first, first + checked.num_microbatches), state)
 
 
 def _any_program(self: Agreement, checked: CheckedPrograms, first: int, step: int) -> None:
+    # One digest for all programs: ranks with equal requests but other stages exchange messages.
     self._programs[""] = checked
     state = JournalState(step, self._count, self._chain, "")
     for microbatch in range(first, first + checked.num_microbatches):

@@ -24,6 +24,7 @@ def _of_the_first_layer(
     config: Any, layer: Any, q: Tensor, batch: Any, window: int | None = None
 ) -> Any:
     """All layers have the first one's window."""
+    # Right for every model whose layers have one window, and for contexts shorter than all windows.
     return arguments(config, layer, q, batch, config.windows[0] if window is None else window)
 
 
@@ -40,12 +41,16 @@ _BY_HANDLE = backends.attend_by_handle
 def _without_window(q: Tensor, kv_pages: Tensor, *rest: Any) -> Tensor:
     """Between two graphs, nothing has a window."""
     *where, _, handle, begins = rest
+    # Attention between two graphs is an operator of its own, called by a handle: a test of whole
+    # graphs or of eager steps does not come here.
     return _BY_HANDLE(q, kv_pages, *where, 0, handle, begins)
 
 
 def _of_the_step_before(q: Tensor, kv_pages: Tensor, *rest: Any) -> Tensor:
     """A step whose tensors have the memory of the one before it, as in a graph, has its plan too."""
     *where, _ = rest
+    # `begins` is what makes a new plan where the addresses are those of the last step, and in a
+    # graph they always are. A back end without a plan computes the right result all the same.
     return _BY_HANDLE(q, kv_pages, *where, False)
 
 
@@ -66,6 +71,8 @@ def _in_any_graph() -> Iterator[None]:
     def always(backend: AttentionBackend, query_len: int | None) -> bool:
         return True
 
+    # Both modules have the function under a name of their own, so a patch of one leaves the other
+    # right.
     called_from = _BACKENDS, "weft.stages.custom.functions"
     with ExitStack() as stack:
         for home in called_from:
@@ -73,6 +80,8 @@ def _in_any_graph() -> Iterator[None]:
         yield
 
 
+# The laws compare with dense attention and not with the same back end in another mode, since a bug
+# of the back end would then be on both sides.
 _CONTEXT = "weft.stages.attention.context"
 
 # At least one planted bug for each way in which attention of one's own can be wrong.

@@ -34,6 +34,8 @@ _HAZARDS, _PROGRAMS = find("L24", "hazards"), find("L24", "programs")
 
 def _beside(thing: Any, name: str, value: Any) -> Plant:
     """A context in which `name`, as the module that defines `thing` reads it, is `value`."""
+    # Where it is read and not where it is defined: a module that imported the name has it as its
+    # own.
     return replace(thing.__module__, name, value)
 
 
@@ -56,6 +58,8 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 
+# The right one notes the refusal too, so that the capture raises it in the end if the function
+# swallows it. A function without an `except` of its own passes.
 def _forget_refusal(
     self: Audit, fault: str, instead: str, error: BaseException | None = None
 ) -> Any:
@@ -81,6 +85,8 @@ def _watched_by_a_mode() -> Iterator[None]:
         yield
 
 
+# The right one notes that an operator raised: a function that goes on after the error has branched
+# on data. Inputs that raise in every call, or in none, do not show it.
 def _call_without_note(self: Audit, func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
@@ -91,12 +97,15 @@ def _plain_alias(leaf: Any, like: Any, grad: bool) -> Any:
     return leaf
 
 
+# A decorator may have other defaults than the function that it wraps. Filled in here, those of the
+# inner function hide them; calls that pass every argument are right.
 def _with_defaults_of_the_inner(roles: Roles, name: str, args: Any, kwargs: Any) -> Any:
     bound = bind(roles, name, args, kwargs)
     bound.apply_defaults()
     return bound
 
 
+# A module among the static arguments has a mode as well, and dropout and batch norm depend on it.
 def _modules_of_its_own(self: Roles, statics: Any) -> tuple[nn.Module, ...]:
     if isinstance(self.module, nn.Module):
         return tuple(self.module.modules())
@@ -109,6 +118,7 @@ def _addresses_forgotten() -> Iterator[None]:
     make = Outside.__init__
 
     def init(self: Outside, fn: Any, external: Any, thorough: bool) -> None:
+        # `p.data = other` leaves the name and the object as they were: only the address tells.
         make(self, fn, (), thorough)
 
     with mock.patch.object(Outside, "__init__", init):
@@ -121,6 +131,8 @@ def _names_forgotten() -> Iterator[None]:
     make = Outside.__init__
 
     def init(self: Outside, fn: Any, external: Any, thorough: bool) -> None:
+        # The graph keeps the tensor alive that the name stood for, so its address does not change
+        # when the name is bound to another one.
         make(self, _nothing, external, False)
 
     with mock.patch.object(Outside, "__init__", init):
@@ -138,6 +150,7 @@ def _hold_nothing(self: Storages, tensors: Any) -> bool:
     return False
 
 
+# The first call is right. A tensor that a module carries from call to call then stays where it was.
 def _values_before(self: _ObjectTensor, module: nn.Module) -> list[Any]:
     return [self.tensor.clone()] * len(self.places)
 
@@ -149,13 +162,19 @@ CAPTURES = (
         _HAZARDS,
         _method(Audit, "refuse", _forget_refusal),
     ),
+    # A capture runs the function more often than its caller does, and each run draws. A program
+    # that draws nothing passes, as does one whose draws are not compared with eager ones.
     Mutant("a capture advances generators", _HAZARDS, _method(Randomness, "restore", _nothing)),
     Mutant(
+        # Other threads draw from that generator meanwhile, and its state is set back after the
+        # capture: they would get the same numbers twice.
         "a capture draws from the default generator",
         _HAZARDS,
         _method(Randomness, "private_draws", nullcontext),
     ),
     Mutant(
+        # What was recorded lies below autocast and function modes and has their effect in it; under
+        # them a replay would have it twice. On the CPU both contexts are entered by the tape.
         "replays enter the modes of their caller",
         _HAZARDS,
         _all(
@@ -166,6 +185,7 @@ CAPTURES = (
         ),
     ),
     Mutant(
+        # Both paths ask for the hooks. If one of them still did, it would tell the calls apart.
         "the key forgets hooks on saved tensors",
         _HAZARDS,
         _all(
@@ -183,6 +203,8 @@ CAPTURES = (
         _beside(InputBufferPool, "buffer_like", lambda value: torch.empty_like(value).copy_(value)),
     ),
     Mutant(
+        # f(x, x) and f(x, y) have equal shapes, but a write to one argument changes the other in
+        # the first.
         "the key forgets which arguments are one",
         _HAZARDS,
         _beside(signature_of, "_repeated", lambda call: ()),
@@ -193,6 +215,7 @@ CAPTURES = (
         _beside(make_call, "bind", _with_defaults_of_the_inner),
     ),
     Mutant(
+        # 1, 1.0 and True are equal, and give results of other dtypes.
         "the key compares contexts by ==",
         _HAZARDS,
         _beside(signature_of, "keys_in", lambda structure: ()),
@@ -203,9 +226,15 @@ CAPTURES = (
         _method(Roles, "modules", _modules_of_its_own),
     ),
     Mutant(
-        "changes of containers are lost", _HAZARDS, _beside(capture, "changed_container", _nothing)
+        # The result is right. Only the list or dict that was passed in shows that a replay did not
+        # fill it.
+        "changes of containers are lost",
+        _HAZARDS,
+        _beside(capture, "changed_container", _nothing),
     ),
     Mutant(
+        # The refusal goes too: with it alone in place, the call would stop before it comes to the
+        # copy.
         "a view of a donated tensor is copied",
         _HAZARDS,
         _all(
@@ -221,16 +250,23 @@ CAPTURES = (
         _HAZARDS,
         _method(Audit, "_call", _call_without_note),
     ),
+    # A replay runs no Python, so a tensor that the first run put aside is never replaced. The first
+    # call is right, and so is a second one with equal inputs.
     Mutant("the first run keeps tensors", _HAZARDS, _method(Audit, "refuse_leaks", _nothing)),
+    # What the function keeps of a result is memory that the next replay writes: what the caller
+    # gets stays right.
     Mutant("a result may be kept", _HAZARDS, _method(Audit, "refuse_kept_results", _nothing)),
     Mutant("TorchScript reads unheard", _HAZARDS, _beside(Audit, "hearing_scripts", nullcontext)),
     Mutant("new storage of a parameter is not seen", _HAZARDS, _addresses_forgotten),
     Mutant(
+        # A counter in the module has its value at the capture forever; the first call is right.
         "what a module keeps in Python is frozen",
         _HAZARDS,
         _method(Snapshot, "changes", lambda self, state=frozenset(): iter(())),
     ),
     Mutant(
+        # Torch's fused kernel rounds in another way than the operators that were recorded, by the
+        # last bit: the function itself would not equal its own graph.
         "the function itself takes the fast path of attention",
         _HAZARDS,
         _beside(make_call, "without_attention_fast_path", nullcontext),
@@ -263,11 +299,14 @@ CAPTURES = (
         _beside(TapeBackend, "TapeRecording", lambda *parts, inference: TapeRecording(*parts)),
     ),
     Mutant(
+        # Each result is right when it is returned. Only one that is looked at after later calls has
+        # changed.
         "micro-batches lend the state",
         _HAZARDS,
         _beside(microbatch, "lends_state", lambda step: False),
     ),
     Mutant(
+        # As above; the check goes too, since it refuses such a pipeline before anything runs.
         "a lent stage runs on several ranks",
         _HAZARDS,
         _all(

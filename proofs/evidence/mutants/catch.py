@@ -68,6 +68,8 @@ def catch(
         deadline=None,
         database=None,
         report_multiple_bugs=False,
+        # The number of examples is part of the record, so each run must draw the same ones, and
+        # must find none in a database.
         derandomize=True,
         phases=(Phase.generate, Phase.shrink) if shrinks else (Phase.generate,),
         suppress_health_check=list(HealthCheck),
@@ -75,6 +77,8 @@ def catch(
     @given(st.data())
     def run(data: st.DataObject) -> None:
         nonlocal count, tried
+        # Examples are counted up to the first that breaks the law. Shrinking has a count of its
+        # own, since Hypothesis has no limit for it that can be set.
         count, tried = count + (not failures), tried + bool(failures)
         if tried > shrinks > 0:
             return  # which Hypothesis takes for a flaky law, and gives up
@@ -90,9 +94,11 @@ def catch(
     except LawViolation:
         # Hypothesis ends with the smallest
         return attrs.evolve(failures[-1], examples=failures[0].examples)
+    # Shrinking that is cut off above ends so, with failures. Without any the law itself is flaky.
     except (Flaky, FlakyStrategyDefinition):
         if not failures:
             raise
+    # Where shrinking was cut off, the last failure need not be the smallest one.
     return min(failures, key=lambda caught: len(str(caught.case)), default=None)
 
 
@@ -112,6 +118,7 @@ def replay(law: Law, choices: str, device: str = "cpu") -> Caught | None:
         database=_OneCase(b64decode(choices)),
         report_multiple_bugs=False,
         derandomize=False,
+        # Only what the database returns: a new case would say nothing about the recorded one.
         phases=(Phase.reuse,),
         print_blob=False,
         suppress_health_check=list(HealthCheck),
@@ -142,6 +149,8 @@ def replay(law: Law, choices: str, device: str = "cpu") -> Caught | None:
 
 
 def _written(data: st.DataObject) -> str:
+    # The choices and not the values: models, functions and engines have no text from which they
+    # could be made again.
     return b64encode(choices_to_bytes(data.conjecture_data.choices)).decode()
 
 
@@ -153,6 +162,7 @@ class _OneCase(ExampleDatabase):
         self.choices = choices
 
     def fetch(self, key: bytes) -> Iterable[bytes]:
+        # Hypothesis asks for these lists of the same test as well; the case would run three times.
         if key.endswith((b".secondary", b".pareto")):
             return ()
         return (self.choices,)

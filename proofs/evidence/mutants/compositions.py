@@ -13,6 +13,8 @@ from weft.proofs.evidence.mutants.steps import STEPS
 from weft.proofs.evidence.runs.suite import find
 from weft.transforms.graphs.backends.audit import Audit
 
+# Bugs of one transform that a nest also shows. They are named, so that a bug that is renamed or
+# removed raises a KeyError here and is not silently left out.
 NAMES = (
     "a live input is held weakly",
     "a capture draws from the default generator",
@@ -56,6 +58,8 @@ def _nothing(*args: Any) -> None:
 COMPOSITIONS = (
     *(Mutant(name, _NESTS, _PLANTED[name].plant) for name in NAMES),
     Mutant(
+        # Only a function whose operators run in a thread of its own shows it: the capture sees
+        # tensors that it did not see being made, and takes them for constants from outside.
         "another thread's results are constants",
         _NESTS,
         partial(mock.patch.object, Audit, "_refuse_unseen", _nothing),

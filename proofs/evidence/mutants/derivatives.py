@@ -13,10 +13,13 @@ from weft.proofs.evidence.runs.suite import find
 
 def _keeps_constants(k: Tensor, v: Tensor, *where: Any) -> Tensor:
     """Keys and values that a step writes to the cache are read as constants."""
+    # Every value stays the same to the bit: no law that compares outputs can see it, only one that
+    # compares derivatives, and with finite differences rather than with another run of autograd.
     return keep(k.detach(), v.detach(), *where)
 
 
 def _keeps_constants_in_graphs(k: Tensor, v: Tensor, *where: Any) -> Tensor:
+    # Eager derivatives stay right, so finite differences of the eager step do not show it.
     return (_keeps_constants if _in_capture() else keep)(k, v, *where)
 
 

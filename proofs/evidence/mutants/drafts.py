@@ -29,6 +29,7 @@ def _one_more(token_ids: Tensor, drafts: Tensor) -> Tensor:
     """The draft after the last right one is accepted too."""
     right = count_right(token_ids, drafts)
     there = (drafts >= 0).cumprod(1).sum(1)
+    # Never more than there are drafts: the step would then fail, and any test would notice.
     return torch.minimum(right + 1, there)
 
 
@@ -39,6 +40,8 @@ def _all_right(token_ids: Tensor, drafts: Tensor) -> Tensor:
 
 def _any_right(token_ids: Tensor, drafts: Tensor) -> Tensor:
     """Right drafts after a wrong one are counted."""
+    # Right as long as no draft is right after a wrong one. A drafter that is always or never right
+    # does not show it.
     return (drafts == token_ids[:, :-1]).sum(1)
 
 
@@ -49,6 +52,7 @@ def _noise_of_the_first(
     same = torch.ones_like(rows, dtype=torch.bool)
     same[1:] = rows[1:] != rows[:-1]
     first = torch.where(same, torch.arange(len(rows), device=rows.device), 0).cummax(0).values
+    # Greedy requests draw no noise and stay right, as does a step in which a request has one token.
     return sample_rows(logits, table, rows, positions[first], mask)
 
 
@@ -60,6 +64,8 @@ def _moved_by_all(state: State, batch: Batch, out: Output, num_tokens: Tensor) -
     old = state.positions[batch.rows]
     most = state.drafting.limits[batch.rows] - 2
     state = _advance_verified(state, batch, out, num_tokens)
+    # Chunks of prompts advance by what they read, and rightly so: only continued requests are
+    # moved.
     wrong = continues(batch) & (batch.rows >= 0) & (old <= most)
     moved = torch.where(wrong, torch.minimum(old + read, most), state.positions[batch.rows])
     state.positions[batch.rows] = moved
@@ -68,17 +74,22 @@ def _moved_by_all(state: State, batch: Batch, out: Output, num_tokens: Tensor) -
 
 def _first_stages_move_by_one(state: State, batch: Batch, out: Output, num_tokens: Tensor) -> State:
     """Only the last stage gets the number of right drafts."""
+    # Only the last stage has a table of sampling, so a vocabulary of 0 tells the others. With one
+    # stage nothing changes: the law must split the model.
     alone = state.sampling.vocab_size == 0
     return _advance_verified(state, batch, out, num_tokens.clamp(max=1) if alone else num_tokens)
 
 
 def _pages_of_one_token(host: HostState, req: RequestState, query_len: int) -> int:
     """A step gets pages only up to its last token, so the drafts after it may have none."""
+    # A request whose last token is not near the end of a page has room for its drafts by chance.
     return _pages_needed(host, req, 1)
 
 
 @contextmanager
 def _penalised_too() -> Iterator[None]:
+    # Each token changes the penalties of the next one, so that one step cannot verify several. The
+    # host and the device both refuse to draft, and one of them would be enough.
     with replace(_DRAFTING, "PENALTIES", 0)(), replace(_REQUESTS, "PENALTIES", 0)():
         yield
 

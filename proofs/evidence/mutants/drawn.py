@@ -52,6 +52,8 @@ IMPORTS = (
     "rich",
 )
 
+# Each becomes its nearest neighbour: `<` becomes `<=` and not `>=`, so that only a test of the
+# boundary itself notices.
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -106,6 +108,7 @@ class DrawnMutant:
 def changes(node: ast.AST) -> Iterator[ast.AST]:
     """The nodes that may stand in place of one."""
     match node:
+        # Chains such as `0 <= x < n` have several operators, and are left alone.
         case ast.Compare(ops=[op]) if type(op) in _COMPARISONS:
             yield ast.Compare(node.left, [_COMPARISONS[type(op)]()], node.comparators)
         case ast.BoolOp():
@@ -113,11 +116,14 @@ def changes(node: ast.AST) -> Iterator[ast.AST]:
             yield ast.BoolOp(other, node.values)
             for index in range(len(node.values)):
                 rest = node.values[:index] + node.values[index + 1 :]
+                # Without one of its parts: each condition must have a test for which it alone
+                # decides.
                 yield rest[0] if len(rest) == 1 else ast.BoolOp(node.op, rest)
         case ast.UnaryOp(op=ast.Not()):
             yield node.operand
         case ast.BinOp() if type(node.op) in _ARITHMETIC:
             yield ast.BinOp(node.left, _ARITHMETIC[type(node.op)](), node.right)
+        # Before int, since a bool is one too: True + 1 would be 2.
         case ast.Constant(value=bool()):
             yield ast.Constant(not node.value)
         case ast.Constant(value=int(number)):
@@ -128,8 +134,10 @@ def changes(node: ast.AST) -> Iterator[ast.AST]:
             yield ast.Continue()
         case ast.Continue():
             yield ast.Break()
+        # A constant that is returned has been changed as a constant already.
         case ast.Return(value=ast.expr() as value) if not isinstance(value, ast.Constant):
             yield ast.Return(ast.Constant(None))
+        # A call whose result nobody takes is there for its effect, as an addition in place is.
         case ast.Expr(value=ast.Call()) | ast.AugAssign():
             yield ast.Pass()
         case _:
@@ -151,6 +159,7 @@ def places(tree: ast.Module) -> Iterator[_Place]:
     while waiting:
         place = waiting.pop()
         yield place
+        # No test can notice a change of what does not run, and a decorator runs once at the import.
         skipped = {"annotation", "returns", "decorator_list", "type_comment"}
         for name, value in ast.iter_fields(place.node):
             if name not in skipped:
@@ -179,6 +188,7 @@ def _span(statement: ast.stmt) -> tuple[int, int]:
 def mutants_of(file: str, source: str) -> Iterator[DrawnMutant]:
     """Every change of a file, in the order of its places."""
     encoded = source.encode()
+    # In bytes: the columns of `ast` count bytes of UTF-8 and not characters.
     starts = [0]
     for line in encoded.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -192,6 +202,7 @@ def mutants_of(file: str, source: str) -> Iterator[DrawnMutant]:
             end = starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
             text = ast.unparse(ast.fix_missing_locations(changed))
             if isinstance(changed, ast.expr):
+                # In brackets, or the operators around the place could bind its parts to themselves.
                 after = f"({text})"
             else:
                 after = text
@@ -222,6 +233,7 @@ def mirrored_files(repository: Path) -> list[Path]:
     for home in HOMES:
         for path in sorted((repository / home).rglob("*.py")):
             file = path.relative_to(repository)
+            # A link shows a file under a second path, under which no test mirrors it.
             linked = any((repository / parent).is_symlink() for parent in file.parents)
             is_face = any(file.is_relative_to(face) for face in FACES)
             is_kernel = file.stem.endswith("_triton")
@@ -244,6 +256,7 @@ def tests_of(repository: Path, file: Path) -> list[str]:
     importing = []
     for test in sorted((repository / "tests").rglob("test_*.py")):
         text = test.read_text(encoding="utf-8")
+        # A test names a module in an import, or as a string where it patches a name in it.
         if test != first and (f"{name} import" in text or f'"{name}"' in text):
             importing.append(test)
     return [str(test.relative_to(repository)) for test in (first, *importing)]
@@ -253,6 +266,7 @@ def draw(
     repository: Path, seed: int, num_files: int, count: int, files: Sequence[Path] = ()
 ) -> list[DrawnMutant]:
     """So many mutants, the same for one seed, in so many files, or in the given ones."""
+    # Not the global generator: the draw must be the same in each process, whatever else draws.
     chance = random.Random(seed)
     chosen = list(files)
     if not chosen:
@@ -319,6 +333,8 @@ def run(
     """
     out.mkdir(parents=True, exist_ok=True)
     tests = {mutant.file: tests_of(repository, Path(mutant.file)) for mutant in mutants}
+    # In two rounds, because a mirror is much smaller than all tests that import a module: most
+    # mutants end there, and only the survivors pay for the others.
     mirrors = sorted(names[0] for names in tests.values())
     rows = _round("mirrors", repository, dict(enumerate(mutants)), mirrors, limits, out)
     verdicts = {
@@ -367,6 +383,8 @@ def _round(
         shares: list[list[int]] = [[]]
     else:
         shares = []
+    # In turn and not in blocks: mutants of one file follow each other, and files differ in their
+    # tests.
     shares += [numbers[worker :: limits.workers] for worker in range(limits.workers)]
     verdicts = [out / f"{name}-{index}.jsonl" for index in range(len(shares))]
     with tempfile.TemporaryDirectory() as folder:
@@ -388,6 +406,7 @@ def _round(
             path = Path(folder) / f"job-{index}.json"
             path.write_text(json.dumps(job), encoding="utf-8")
             processes.append(_start(copy, path, out / f"log-{index}.txt"))
+            # The one without mutants is waited for before the next one starts.
             if not share:
                 _finish(processes.pop(), out)
         for process in processes:
@@ -406,6 +425,7 @@ def _copied(repository: Path, copy: Path) -> Path:
     """A copy of the repository, in which files may be changed."""
     ignored = shutil.ignore_patterns(".git", "build", "__pycache__", "results", ".hypothesis")
     shutil.copytree(repository, copy, symlinks=True, ignore=ignored)
+    # The pattern above leaves out every folder of that name; tests read the records in this one.
     shutil.copytree(repository / "proofs" / "results", copy / "proofs" / "results")
     return copy
 
@@ -419,7 +439,10 @@ def _start(copy: Path, job: Path, log: Path) -> "subprocess.Popen[bytes]":
     # The safe path keeps the repository's folders out of the modules' path, as `pytest` by itself
     # does.
     environment = os.environ | {"PYTHONPATH": str(copy / ".src"), "PYTHONSAFEPATH": "1"}
+    # By its path and not by `-m`, which would import the package around it, and a mutant may be in
+    # there.
     script = Path(__file__).with_name("judging.py")
+    # At the end: a second run of the same seed goes on, and must not lose what the first one said.
     with log.open("ab") as stream:
         return subprocess.Popen(
             [sys.executable, str(script), str(job)],
@@ -455,6 +478,7 @@ def record(seed: int, verdicts: Sequence[Verdict]) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw mutants, run their tests, and print and write what survived."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    # Another draw each day, which can still be repeated: the record has the seed.
     today = int(datetime.date.today().strftime("%Y%m%d"))
     parser.add_argument(
         "--seed", type=int, default=today, help="of the drawing (default: today's date)"

@@ -42,19 +42,26 @@ def _nothing(self: CopyIn, leaves: Sequence[Any]) -> None:
     pass
 
 
+# The tail is what a smaller batch leaves of a buffer, and must be cleared of the larger batch
+# before. It takes two calls of one graph, the larger one first.
 def _stale_tail(buffer: Tensor, shape: Sequence[int]) -> Iterator[Tensor]:
     return iter(())
 
 
 def _one_stale_row(buffer: Tensor, shape: Sequence[int]) -> Iterator[Tensor]:
+    # Only one row is stale: a test that looks at the first row of padding, or pads by one graph of
+    # the right size, does not come to it.
     return (tail[:-1] for tail in tails(buffer, shape))
 
 
 def _first_side(buffer: Tensor, shape: Sequence[int]) -> Iterator[Tensor]:
+    # A buffer of two padded dimensions has two tails. Batches of tokens have one and stay right, so
+    # that images are needed.
     return (tail for tail in tails(buffer, shape) if tail.shape[1:] == buffer.shape[1:])
 
 
 def _padding_of_ones(value: Tensor, spec: Any, descriptor: Any) -> Tensor:
+    # The mask of an image is padded by the same function as its pixels: with ones, padding counts.
     target = value.new_ones(padded_shape(value, spec, descriptor))
     target[tuple(slice(size) for size in value.shape)].copy_(value)
     return target
@@ -65,6 +72,8 @@ def _forgetting(field: str) -> Callable[[], AbstractContextManager[Any]]:
 
     def forgetful(leaf: Any, shape: Any, by_reference: bool) -> Any:
         key = leaf_key(leaf, shape, by_reference)
+        # Calls that differ in this field alone then share a graph. A call that differs in another
+        # field too still gets its own, which is why the law changes one thing at a time.
         nothing = dict[str, Any]({field: None})
         if isinstance(key, LeafKey):
             return attrs.evolve(key, **nothing)
@@ -78,6 +87,8 @@ def _no_statics() -> Iterator[None]:
     def blind(make: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args: attrs.evolve(make(*args), statics=())
 
+    # Signatures are made for calls and keys for graphs; either one alone would tell static values
+    # apart.
     signed = replace(_GRAPHIFIED, "hashable_signature", blind(hashable_signature))
     with signed(), replace(_CACHE, "key_of", blind(key_of))():
         yield
@@ -90,9 +101,12 @@ def _key_without_loras(call: Any, mode: str, descriptor: Any, signature: Any = N
 
 
 def _no_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    # The number of arguments still counts, so that only what the tensors are is unchecked.
     return lambda *args: len(args) == len(tensors)
 
 
+# The reader of the fast path is generated source, and this leaves a comparison out of it. The slow
+# path still compares: the second call of a kind is the first that can go wrong.
 def _write_no_value(writer: Any, expression: str, value: Any, weakly: bool = False) -> None:
     pass
 
@@ -110,6 +124,8 @@ class _Idle(Operation):
 
     def run(self) -> None:
         if self.func._schema.name not in (
+            # Where the laws of pieces cut: attention for models, the others for pure functions. A
+            # function that has none of these is not cut, and passes.
             "weft::paged_attention",
             "aten::mm",
             "aten::sort",
@@ -133,6 +149,8 @@ def _held_weakly() -> Iterator[None]:
     def replay(recording: TapeRecording) -> None:
         for owner, tensor in owners:
             if owner() is None and tensor.is_floating_point():
+                # In place of the next owner of the memory. Freed memory often still holds the old
+                # values, and a test would pass by luck.
                 tensor.fill_(float("nan"))
         run(recording)
 
@@ -152,6 +170,7 @@ def _live(tree: Any, descriptor: Any) -> Any:
 def _live_warm_up() -> Iterator[None]:
     """Treats the state as too large to be saved; once, or it would run out of pages before the law
     is checked."""
+    # A limit below zero is smaller than any state, so that none is saved before the capture's runs.
     once = replace(_TAPE, "TapeBackend", lambda: TapeBackend(warm=[True]))
     with replace(_CAPTURE, "inert", _live)(), replace(_CAPTURE, "SAVED_BYTES", -1)(), once():
         yield
@@ -160,15 +179,20 @@ def _live_warm_up() -> Iterator[None]:
 def _drop_in_use(self: Cache, key: Any, graph: Graph) -> None:
     """The memory of a graph is dropped, and it still answers calls."""
     for old in self.graphs():
+        # The recording is frozen. Without operations a replay changes nothing, as one whose memory
+        # is gone.
         object.__setattr__(old.recording, "operations", ())
     self.entries[key] = Entry(graph, key.references)
 
 
 class _Unrestored(SavedTensors):
+    # Results are right: only the state shows that the runs of the capture counted as steps.
     def rewind(self) -> None:
         self.changed = False
 
 
+# The call returns the memory of the state with the old values in it. A function that updates its
+# state in place has the new ones there already.
 def _home_without_writing(value: Any, home: Tensor | None) -> Any:
     if home is None:
         return value
@@ -185,18 +209,23 @@ def _swapped(outputs: Outputs, buffers: Sequence[Any], borrow: bool, descriptor:
 
 
 def _borrowing(outputs: Outputs, buffers: Sequence[Any], borrow: bool, descriptor: Any) -> Handover:
+    # The result is right at the call, and changes with the next replay: someone must hold it until
+    # then.
     return hand_over(outputs, buffers, True, descriptor)
 
 
 def _lending_inputs(
     outputs: Outputs, buffers: Sequence[Any], borrow: bool, descriptor: Any
 ) -> Handover:
+    # An argument that is returned as it came is the graph's input buffer, which the next call
+    # fills. Only a function that returns one, or a view of one, shows it.
     return hand_over(outputs, (), borrow, descriptor)
 
 
 def _for_the_graph_s_class(
     self: Template, descriptor: Any, builder: Callable[..., Any] = Template.builder
 ) -> Any:
+    # What is wrong is the class that comes with the result, which only padded images have.
     return builder(self, None)
 
 
@@ -205,6 +234,7 @@ def _blind_to_func() -> Iterator[None]:
     """A call inside a torch.func transform is treated as a plain one, on both paths."""
     with ExitStack() as stack:
         for home, name, value in (
+            # Two questions, one on each path. The slow path alone would still see the transform.
             (_CALL, "in_functorch_transform", False),
             (_GRAPHIFIED, "in_plain_surroundings", True),
         ):
@@ -225,6 +255,8 @@ class _PadsOnce(GroupedCopy):
     def copy(self, leaves: Sequence[Any]) -> None:
         if not self._calls:
             GroupedCopy.copy(self, leaves)
+        # From the second call on only values are copied. A plan is for one shape, so it takes a
+        # call of another shape in between to leave something in the padding.
         for target, value in zip(
             self.targets, self.pick(leaves) if self._calls else (), strict=False
         ):
@@ -302,6 +334,7 @@ GRAPHS = (
         "a split operator is not run again", find("L5", "pure"), replace(_TAPE, "Operation", _Idle)
     ),
     Mutant("the key forgets the LoRAs", find("L7"), replace(_CACHE, "key_of", _key_without_loras)),
+    # Outputs are right; the warm-up has taken a step on the caller's state, which the law reads.
     Mutant("the warm-up runs on the live batch", find("L8", "models"), _live_warm_up),
     Mutant(
         "the state is not restored",
@@ -312,6 +345,8 @@ GRAPHS = (
         "results are borrowed", find("L9", "ownership"), replace(_CACHE, "hand_over", _borrowing)
     ),
     Mutant(
+        # All results are right. What is broken is the promise that a donated state says so when it
+        # is used.
         "donation leaves the old value alive",
         find("L9", "ownership"),
         replace(_GRAPHIFIED, "donate", lambda tree, to: tree),
@@ -328,6 +363,8 @@ GRAPHS = (
         partial(mock.patch.object, Cache, "_insert", _drop_in_use),
     ),
     Mutant(
+        # Classes that are not measured are interpolated: a ladder so short that each class is
+        # measured gives the right sum.
         "an estimate forgets classes",
         find("L14"),
         replace(_MEMORY, "interpolate", lambda points, size: 0),

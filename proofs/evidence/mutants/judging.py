@@ -38,6 +38,7 @@ import pytest
 _SECONDS_TO_START = 120.0
 
 # The memory that a mutant may take in addition to that of the process that it was forked from.
+# A changed bound can make a loop allocate without end, and take the machine with it.
 _SPARE_BYTES = 8 << 30
 
 
@@ -46,6 +47,8 @@ class Lines:
 
     def __init__(self, files: Sequence[str], root: Path) -> None:
         self._names = {str((root / file).resolve()): file for file in files}
+        # Remembered, since a path is resolved at every call of every function while lines are
+        # watched.
         self._files: dict[str, str | None] = {}
         self.reached: set[tuple[str, int]] = set()
 
@@ -67,6 +70,7 @@ class Lines:
 
     def _call(self, frame: types.FrameType, _event: str, _argument: Any) -> Any:
         file = self.file_of(frame.f_code.co_filename)
+        # No line events for other files: without this the tests would take many times as long.
         if file is None:
             return None
         self.reached.add((file, frame.f_lineno))
@@ -86,12 +90,14 @@ def code_pairs(
     Raises:
         ValueError: the versions define different functions.
     """
+    # Code objects compare by their contents, so that only those with a change are replaced.
     if before != after:
         yield before, after
     inner_before = [
         constant for constant in before.co_consts if isinstance(constant, types.CodeType)
     ]
     inner_after = [constant for constant in after.co_consts if isinstance(constant, types.CodeType)]
+    # Places are matched by their order. With a function more or less the pairs would be wrong ones.
     if [code.co_name for code in inner_before] != [code.co_name for code in inner_after]:
         raise ValueError("the change adds or removes a function")
     for one, other in zip(inner_before, inner_after, strict=True):
@@ -124,6 +130,7 @@ def put_in_place(
     functions: Iterable[types.FunctionType], path: Path, before: str, after: str
 ) -> bool:
     """Give the functions of a file their changed code. False if that leaves something unchanged."""
+    # Not with the future statements of this file, which the module need not have.
     compiled = [compile(text, str(path), "exec", dont_inherit=True) for text in (before, after)]
     try:
         changed = {_place_of(one): other for one, other in code_pairs(compiled[0], compiled[1])}
@@ -134,6 +141,7 @@ def put_in_place(
         code = changed.get(_place_of(function.__code__))
         if code is None:
             continue
+        # Python refuses code with another number of closed-over variables.
         if len(function.__code__.co_freevars) != len(code.co_freevars):
             return False
         function.__code__ = code
@@ -161,13 +169,18 @@ def run_items(
 
     for index, item in enumerate(items):
         if index + 1 < len(items):
+            # Pytest keeps a fixture of a module only if it knows that the next test uses it too.
             following = items[index + 1]
         else:
             following = None
         pipe.tell("begins", item.nodeid)
         if lines is not None:
+            # Each test has its own lines. Those of a shared fixture count for the first test that
+            # uses it, which is a limit of the method.
             lines.reached.clear()
             lines.start()
+        # Processes that a test starts are not traced. That they used the processor is the sign that
+        # a test may reach more than its lines say.
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         start = time.perf_counter()
         reports = runtestprotocol(item, log=False, nextitem=following)
@@ -177,6 +190,7 @@ def run_items(
             outcome = "failed"
         else:
             outcome = "passed"
+        # After the other two: a skipped test has passed reports as well, of its setup and teardown.
         if any(report.skipped for report in reports):
             outcome = "skipped"
         starts_processes = after.ru_utime + after.ru_stime > before.ru_utime + before.ru_stime
@@ -196,15 +210,19 @@ def in_fork(
 ) -> tuple[list[list[Any]], bool]:
     """What a fork tells, and whether a test took longer than its limit. The fork ends with all that
     it started."""
+    # A pipe and not an exit code: what a test said before the process died must not be lost.
     reading, writing = os.pipe()
     scratch = tempfile.mkdtemp(prefix="fork-")
     child = os.fork()
     if child == 0:
+        # A fork must never return into the pytest that it is a copy of, whatever is raised in it.
         code = 1
         with contextlib.suppress(BaseException):
+            # A group of its own, so that what a test has started ends with it.
             os.setsid()
             os.close(reading)
             os.environ["TMPDIR"] = scratch
+            # The module remembers the folder that it chose in the parent.
             tempfile.tempdir = None
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             most = pages * resource.getpagesize() + _SPARE_BYTES
@@ -230,6 +248,8 @@ def in_fork(
             for line in whole:
                 words.append(json.loads(line))
                 if words[-1][0] == "begins":
+                    # The limit is for each test and not for the fork: a mutant that makes one test
+                    # hang must not use up the time of hundreds.
                     deadline = time.monotonic() + limit_of(words[-1][1])
                 else:
                     deadline = time.monotonic() + _SECONDS_TO_START
@@ -237,6 +257,7 @@ def in_fork(
                 break
     finally:
         with contextlib.suppress(ProcessLookupError):
+            # Both, since the fork may not have come to its `setsid` yet.
             os.killpg(child, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
@@ -271,8 +292,10 @@ class Judge:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Instead of running the tests once: what this file is for."""
         self.lines.stop()
+        # What was reached by now ran while modules were imported and tests collected.
         self.at_import = set(self.lines.reached)
         if session.testsfailed:
+            # Every mutant would count as killed.
             raise pytest.UsageError("the tests cannot be collected without a change")
         self.items = {item.nodeid: item for item in session.items}
         self.functions = functions_in(self.root / file for file in self.files)
@@ -280,6 +303,7 @@ class Judge:
         finished = set()
         verdicts = Path(self.job["verdicts"])
         if verdicts.exists():
+            # Verdicts of an earlier run that was stopped.
             finished = {json.loads(line)["number"] for line in verdicts.read_text().splitlines()}
         todo = [mutant for mutant in self.job["mutants"] if mutant["number"] not in finished]
         started = time.monotonic()
@@ -326,6 +350,8 @@ class Judge:
             begun = [rest[0] for word, *rest in words if word == "begins"]
             if words and words[-1][0] == "done":
                 break
+            # The process has ended between tests, so that no test can be blamed, and none can be
+            # left out.
             if not begun or begun[-1] in self.tests:
                 raise RuntimeError(f"the tests end without a change: {words[-1:]}")
             self.tests[begun[-1]] = {
@@ -334,6 +360,8 @@ class Judge:
                 "starts_processes": False,
                 "reached": {},
             }
+            # A test that ended the process, or took too long, took those after it along: they run
+            # in a new fork.
             items = [item for item in items if item.nodeid not in self.tests]
         odd = [name for name, test in self.tests.items() if test["outcome"] in ("failed", "late")]
         self.say(f"{time.monotonic() - started:.0f} s; these do not pass without a change: {odd}")
@@ -359,10 +387,13 @@ class Judge:
         sums: dict[str, float] = {}
         for _, test_file, seconds, _ in rows:
             sums[test_file] = sums.get(test_file, 0.0) + seconds
+        # First the tests that certainly reach the change, then those that may do so in another
+        # process.
         rows.sort(key=lambda row: (row[0], sums[row[1]], row[1], row[2], row[3]))
         names = []
         spent = 0.0
         for _, _, seconds, name in rows:
+            # A slow test that does not fit is left out, and quicker ones after it still run.
             if spent + seconds <= self.job["budget"]:
                 spent += seconds
                 names.append(name)
@@ -382,6 +413,7 @@ class Judge:
         span = {
             (mutant["file"], line) for line in range(mutant["first_line"], mutant["last_line"] + 1)
         }
+        # A function that an import calls has done its work before a fork could change it.
         acts_at_import = not mutant["in_function"] or bool(span & self.at_import)
         started = time.monotonic()
         ways = []
@@ -400,6 +432,8 @@ class Judge:
                         lambda pipe: self.run_here(mutant, before, names, pipe), self.limit
                     )
                     exact = not (words and words[-1] == ["ended", "cannot be put in place"])
+                    # Nothing ran in that fork: the verdict must come from one that imports the
+                    # change.
                     killed_by, outcome = outcome_of(words, late) if exact else (None, "survived")
                 if outcome == "survived" and (acts_at_import or not exact):
                     ways.append("imported")
@@ -407,7 +441,10 @@ class Judge:
                     killed_by, outcome = outcome_of(words, late)
                 num_run = sum(word[0] == "ends" for word in words)
             finally:
+                # Also where a run is interrupted: the copy is used for the next mutant.
                 self.change(path, before)
+            # A test may fail alone because it needs one that ran before it; then it says nothing of
+            # the mutant.
             if killed_by in self.items and not self.passes_alone(str(killed_by)):
                 self.say(f"{killed_by} fails alone without a change: left out")
                 names.remove(str(killed_by))
@@ -429,6 +466,8 @@ class Judge:
         """Write a file with a time that no compiled copy of it has."""
         path.write_text(source, encoding="utf-8")
         self.changes += 1
+        # Python takes a compiled copy for current if the time and the size of the source are the
+        # same, and a change often leaves the size as it was.
         moment = time.time() + self.changes
         os.utime(path, (moment, moment))
 
@@ -442,6 +481,7 @@ class Judge:
             for module in list(sys.modules.values())
         )
         functions = self.functions[path.resolve()]
+        # A file that nothing has imported yet is read from disk, where the change is.
         if loaded and not put_in_place(functions, path, before, mutant["source"]):
             pipe.tell("ended", "cannot be put in place")
             return
@@ -491,6 +531,8 @@ class _Chosen:
         return True
 
 
+# No workers of xdist, which the project's own settings start: the tests must be in the process that
+# forks. No cache, since the mutants' failures are none of the project.
 _ARGUMENTS = ("-n", "0", "-q", "-p", "no:cacheprovider")
 
 
@@ -527,12 +569,15 @@ def main(path: str) -> int:
     job = json.loads(Path(path).read_text())
     os.chdir(job["root"])
     for name in job["imports"]:
+        # A package that is not there is not needed either, or its test is skipped.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     here_reads, fresh_writes = os.pipe()
     fresh_reads, here_writes = os.pipe()
     child = os.fork()
     if child == 0:
+        # Each side closes the ends that are the other's: a reader sees the end of a pipe only when
+        # no process has its writing end any more.
         os.close(here_reads)
         os.close(here_writes)
         serve_fresh(fresh_reads, fresh_writes)
@@ -553,6 +598,7 @@ def main(path: str) -> int:
     job["fresh"] = fresh
     judge = Judge(job)
     judge.lines.start()
+    # The fork above was made before this, which imports the project: it stays without it.
     code = pytest.main([*_ARGUMENTS, *job["tests"]], plugins=[judge])
     judge.lines.stop()
     requests.close()

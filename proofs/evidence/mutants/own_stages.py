@@ -32,6 +32,7 @@ def _of_the_row_below(state: State, batch: Batch) -> ResolvedBatch:
     resolved = resolve(state, batch)
     return attrs.evolve(
         resolved,
+        # A batch of one request, and requests with equal extras, stay right.
         extras={name: PerRequest(x.values.roll(-1, 0)) for name, x in resolved.extras.items()},
     )
 
@@ -39,6 +40,8 @@ def _of_the_row_below(state: State, batch: Batch) -> ResolvedBatch:
 def _of_the_row(state: State, batch: Batch) -> ResolvedBatch:
     """Requests have the extras of the first rows, whichever rows they are in."""
     resolved = resolve(state, batch)
+    # Right as long as requests are in the first rows in order, which is so until one ends before
+    # another.
     first = torch.arange(len(batch.rows), device=batch.rows.device).clamp(
         max=len(state.positions) - 1
     )
@@ -47,12 +50,16 @@ def _of_the_row(state: State, batch: Batch) -> ResolvedBatch:
     )
 
 
+# The same tokens with other extras have other keys and values; here they share pages. Two requests
+# with one beginning are needed, at a time when the pages of the first are still there.
 def _salt_without_extras(request: Request, version: int) -> bytes:
     return salt(attrs.evolve(request, extras=None), version)
 
 
 def _lost_when_it_starts_again(*args: Any, generated: Any, extras: Any, **options: Any) -> State:
     """A request that was preempted comes back with the defaults."""
+    # Only a request that has generated tokens comes back with them, so the first admission is
+    # right: the engine must be so short of pages that it preempts.
     kept_extras = [{} if said else values for said, values in zip(generated, extras, strict=True)]
     return admit(*args, generated=generated, extras=kept_extras, **options)
 
@@ -65,6 +72,7 @@ def _left_in_the_row(*args: Any, extras: Any, **options: Any) -> State:
     rows = args[1]
     for name, old in before.items():
         for row, values in zip(rows, extras, strict=True):
+            # A request that names each of its extras overwrites what is there.
             if name not in values:
                 after.extras[name][row] = old[row]
     return after
@@ -76,6 +84,8 @@ _LOOKUP = prefix_cache.lookup_prefix
 def _finds_it_anyway(pages: Any, req: Any) -> Any:
     """The prefix of a request whose tokens are captured or carry something is skipped if the cache
     has it."""
+    # The tokens are right, since the pages are. What is lost is what the skipped tokens would have
+    # had captured, or carried on.
     plain = attrs.evolve(req.request, prefix_caching="full")
     with mock.patch.object(req, "request", plain):
         return _LOOKUP(pages, req)
@@ -86,6 +96,7 @@ def _again(
 ) -> None:
     """Tokens that are computed a second time, such as those of a preempted request, are appended
     again."""
+    # None says that these tokens are the next ones; only a preempted request has them already.
     _APPEND(self, values, first, count, None)
 
 
@@ -94,6 +105,8 @@ _APPEND = CompletionState.append_captured
 
 def _of_the_token_before(self: Sown, *args: Any) -> dict[str, PerToken]:
     """Each token has what was captured of the one before it in the batch."""
+    # The values are right and belong to other tokens: a test that counts them, or sums them up,
+    # passes.
     return {name: PerToken(value.values.roll(1, 0)) for name, value in _AFTER(self, *args).items()}
 
 
@@ -102,6 +115,7 @@ _AFTER = Sown.after
 
 def _only_here(self: Sown, x: Any, *args: Any) -> dict[str, PerToken]:
     """The captures of earlier stages are dropped."""
+    # With one stage, or where the last stage alone captures, nothing is lost.
     return _AFTER(self, None, *args)
 
 
@@ -110,6 +124,8 @@ def _of_the_last_draft(self: Carried, batch: ResolvedBatch, page_size: int, valu
     carried = _WRITE(self, batch, page_size, values)
     for name, new in values.items():
         old = carried.values[name][batch.rows]
+        # Padding writes nothing, as in the right version: the bug is only which token a request
+        # carries on. Without drafts the last token of a step is always right.
         kept = (batch.rows >= 0).view(-1, *[1] * (old.dim() - 1))
         carried.values[name][batch.rows] = torch.where(kept, new[batch.last_index][:, None], old)
     return carried
@@ -124,6 +140,8 @@ def _of_the_first_token(
     self: Carried, batch: ResolvedBatch, page_size: int, values: Any
 ) -> Carried:
     """What is carried on is that of a request's first token in the step."""
+    # In a decode without drafts the first token of a step is also the last: chunks of prompts show
+    # it.
     first = batch.query_start_loc[:-1].to(torch.int64).clamp(max=len(batch.input_ids) - 1)
     return _WRITE(
         self, batch, page_size, {name: batch.per_token(new[first]) for name, new in values.items()}
@@ -134,12 +152,15 @@ def _with_padding(self: Carried, batch: ResolvedBatch, page_size: int, values: A
     """Padding, too, writes a row: that of the defaults."""
     carried = _WRITE(self, batch, page_size, values)
     for name, new in values.items():
+        # The last row holds the defaults, from which requests start: what is wrong is read only
+        # when the next one is admitted.
         carried.values[name][-1] = new[-1]
     return carried
 
 
 def _of_the_first_page(self: Carried, rows: Tensor, positions: Any, last_pages: Any) -> None:
     """A request that starts after found pages has the snapshot of any page."""
+    # Right where the found pages end with page 0, which is the first that an engine gives out.
     _ADMIT(self, rows, positions, [0 if page >= 0 else -1 for page in last_pages])
 
 
@@ -149,6 +170,8 @@ def _not_started(self: Carried, rows: Tensor, positions: Any, last_pages: Any) -
     _ADMIT(self, rows, positions, last_pages)
     for row, page in zip(rows.tolist(), last_pages, strict=True):
         for name, old in before.items():
+            # A request that starts after found pages has a snapshot. The others must start from the
+            # defaults, and the first one in each row does.
             self.values[name][row] = old[row] if page < 0 else self.values[name][row]
 
 
@@ -168,14 +191,18 @@ def _without_digests(content: Any, defaults: Any, token_extras: Any, num_tokens:
     extended = with_token_extras(content, defaults, token_extras, num_tokens)
     if extended is None:
         return None
+    # The inputs still reach the stages, so each request alone is right: only one that finds the
+    # pages of another with the same tokens goes wrong.
     return attrs.evolve(extended, contents=(b"",) * num_tokens)
 
 
 def _from_the_first(contents: Any, starts: Any, token_ids: Any, device: Any) -> Any:
     """A chunk of a prompt has the inputs of the prompt's first tokens."""
+    # A prompt that is read in one chunk starts at 0 anyway.
     return batch_token_extras(contents, [0] * len(starts), token_ids, device)
 
 
+# The inputs are dropped where the batch goes on to the next stage: one stage stays right.
 def _on_the_first_stage(self: Batch) -> Batch:
     batch = _AFTER_FIRST(self)
     if batch.token_extras:

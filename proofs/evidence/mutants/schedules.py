@@ -35,6 +35,8 @@ def _generating(
         change(rank, effects)
         return effects
 
+    # The generators and not the programs: `make_programs` itself is under test, with the checker
+    # that must refuse what comes of it.
     return replace(_SCHEDULE, "_effects", changed)
 
 
@@ -43,6 +45,7 @@ def _sends(effects: Sequence[Effect]) -> list[int]:
 
 
 def _drop_a_send(rank: int, effects: list[Effect]) -> None:
+    # The last send: ranks are stuck only at the end, after everything else has gone well.
     for place in _sends(effects)[-1:]:
         del effects[place]
 
@@ -50,36 +53,48 @@ def _drop_a_send(rank: int, effects: list[Effect]) -> None:
 def _swap_sends(rank: int, effects: list[Effect]) -> None:
     places = _sends(effects)
     if len(places) > 1:
+        # The counts on the edge still agree; only the order does not.
         effects[places[0]], effects[places[-1]] = effects[places[-1]], effects[places[0]]
 
 
 def _other_schema(rank: int, effects: list[Effect]) -> None:
+    # The order and the number of messages agree: the ends differ in what a message is.
     effects[:] = [attrs.evolve(e, schema=Schema(())) if isinstance(e, Recv) else e for e in effects]
 
 
 def _no_fence(rank: int, effects: list[Effect]) -> None:
+    # A run without fences gives right results wherever messages happen to be fast enough.
     effects[:] = [e for e in effects if not isinstance(e, Fence)]
 
 
 def _rank_0_stays_behind(rank: int, effects: list[Effect]) -> None:
+    # No rank waits for an advance, so nothing gets stuck: the states of the ranks are what differs.
     effects[:] = [e for e in effects if rank or not (isinstance(e, Run) and e.what == "advance")]
 
 
 def _waiting_for_none(
     rank: int, num_stages: int, jobs: Sequence[Any], *args: Any
 ) -> Iterator[Effect]:
+    # Programs do not contain `Job.after`, so the checker cannot see this: the law compares the
+    # order of effects with the jobs.
     return _effects(rank, num_stages, [attrs.evolve(job, after=None) for job in jobs], *args)
 
 
 def _one_further_ahead(stages_behind: int) -> int:
+    # One more than the bound of `_ahead`, beyond which a rank may block the last one, for which it
+    # waits itself. An edge that holds several messages hides it.
     return 2 * stages_behind + (2 if stages_behind else 1)
 
 
 def _same_microbatch(sent: Step, taken: Step) -> bool:
+    # From here on it is the checker that is wrong, and the law feeds it programs that are known to
+    # be.
     return sent.effect.microbatch == taken.effect.microbatch
 
 
 def _wide(programs: Sequence[Program], *, capacity: int) -> Iterator[Step]:
+    # Enough room that no program of a test blocks. `check` promises an end with one message an
+    # edge, which is the hardest case.
     return interleave(programs, capacity=1000)
 
 
@@ -92,6 +107,8 @@ def _what_was_sent(program: Program, buffers: int, num_stages: int) -> Iterator[
     """Checks the messages in flight, and not those still to be sent."""
     prefix: list[Effect] = []
     for effect in program.effects:
+        # Each run is checked with the effects before it alone: a send that comes too late is not in
+        # them, so that only a missing fence is found.
         prefix.append(effect)
         if isinstance(effect, Run) and effect.what != "advance":
             yield from check_buffers(
@@ -102,7 +119,11 @@ def _what_was_sent(program: Program, buffers: int, num_stages: int) -> Iterator[
 def _any_root(program: Program, num_stages: int) -> Iterator[ProgramError]:
     """Checks senders and receivers, and not whose output returns."""
     effects = (
-        e for e in program.effects if not (isinstance(e, Broadcast) and e.root < program.num_ranks)
+        # A root beyond the ranks is still refused: the test that is left out is that it is the last
+        # rank.
+        e
+        for e in program.effects
+        if not (isinstance(e, Broadcast) and e.root < program.num_ranks)
     )
     return check_peers(attrs.evolve(program, effects=tuple(effects)), num_stages)
 
@@ -111,6 +132,7 @@ def _in_order_of_numbers(programs: Sequence[Program]) -> Iterator[ProgramError]:
     """Refuses micro-batches that are not in the order of their numbers, though the same order on
     all ranks is right."""
     ran = [e.microbatch for e in programs[0].effects if isinstance(e, Run) and e.what != "advance"]
+    # Too strict. A law that only offers broken programs to the checker would not notice.
     if ran != sorted(ran):
         yield ProgramError("check", f"micro-batches {ran}", "in order")
     yield from _check_runs(programs)
@@ -119,6 +141,7 @@ def _in_order_of_numbers(programs: Sequence[Program]) -> Iterator[ProgramError]:
 def _outputs_of_nobody(
     program: Program, returning: frozenset[int], num_stages: int
 ) -> Iterator[ProgramError]:
+    # With no output that returns, an advance needs nothing but its stage's run.
     return check_needs(program, frozenset(), num_stages)
 
 
@@ -128,6 +151,7 @@ def _lazy_loom() -> Iterator[None]:
     take_in = _Loom._take_in
 
     def late(self: _Loom, rank: int) -> None:
+        # Each message is received in the end, and with room for all of them nothing differs.
         if not self._is_ready(rank):
             take_in(self, rank)
 
@@ -137,6 +161,7 @@ def _lazy_loom() -> Iterator[None]:
 
 def _any_collective(program: Program, num_stages: int) -> Iterator[ProgramError]:
     """Finds nothing wrong with collectives."""
+    # A program of a pipeline performs no collective. It would be accepted here, and then not run.
     effects = (e for e in program.effects if not isinstance(e, Collective))
     return check_peers(attrs.evolve(program, effects=tuple(effects)), num_stages)
 
@@ -184,6 +209,7 @@ SCHEDULES = (
         _BROKEN,
         replace(_CHECKER, "check_needs", _outputs_of_nobody),
     ),
+    # Every rank reaches its end, so a checker that only looks for a deadlock accepts the program.
     Mutant("messages that nobody receives are accepted", _BROKEN, _ENDING_ANYHOW),
     Mutant(
         "micro-batches must come in order",
@@ -199,6 +225,7 @@ SCHEDULES = (
         _OWN,
         replace(_PIPELINE, "refuse_other_work", _nothing),
     ),
+    # With one stage a rank the first index is the only one: ranks must run several stages in turn.
     Mutant("states come back by rank", _OWN, replace(_WORKER, "_index", lambda stage_run: 0)),
     Mutant("messages wait until a rank needs them", _OWN, _lazy_loom),
     Mutant(

@@ -51,6 +51,8 @@ class _Trusting(Pages):
 
     def acquire(self, pages: Iterable[int]) -> None:
         for page in pages:
+            # The right version raises a KeyError for a page that is neither held nor evictable. The
+            # bugs below need it not to: a crash would be noticed by any test.
             self._evictable.pop(page, None)
             self._refcounts[page] += 1
 
@@ -60,12 +62,16 @@ class _OwnersForgotten(_Trusting):
 
     def release(self, pages: Sequence[int]) -> None:
         for page in pages:
+            # With one holder this is the right count, so that two requests must share a page, and
+            # one of them must end while the other still reads it.
             self._refcounts[page] = 1
         super().release(list(dict.fromkeys(pages)))
 
 
 def _without_waiting(host: HostState, req: RequestState, *args: Any) -> None:
     _START(host, req, *args)
+    # The row's former request may have a job in flight, whose tokens go to the same row. Without
+    # steps that run ahead there is none.
     req.last_job = None
 
 
@@ -77,11 +83,14 @@ def _predicting() -> AbstractContextManager[Any]:
     hosts: list[HostState] = []
 
     def observed(host: HostState, job: int, token_ids: Sequence[Sequence[int]]) -> Any:
+        # By identity: hosts are equal as long as they agree, which is what the law checks.
         if all(host is not other for other in hosts):
             hosts.append(host)
         host, got = observe(host, job, token_ids)
         for _, req, _ in got:
             left = len(req.request.prompt) + req.request.max_tokens - len(req.tokens)
+            # The prediction is right, since the last token does end the request. What breaks is
+            # that only some of the ranks make it, and their programs differ from then on.
             if hosts.index(host) % 2 and not req.reason and left == 1:
                 end(host, req, "length")
         return host, got
@@ -89,6 +98,8 @@ def _predicting() -> AbstractContextManager[Any]:
     return mock.patch.object(serving, "observe", observed)
 
 
+# The hash of the pages before is left out: equal tokens after another beginning have other keys and
+# values. Prompts that differ from their first token on do not show it.
 def _by_tokens_alone(_: bytes, content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
@@ -97,26 +108,33 @@ def _no_adapters(slots: Iterable[int]) -> int:
     return 0
 
 
+# Prompts with embeddings have placeholders for tokens, which are the same for every image.
 def _nothing_given(content: PromptContent, start: int, stop: int) -> bytes:
     return b""
 
 
 def _in_order_without_delta(state: State, batch: Batch, resolved: ResolvedBatch) -> Tensor:
+    # The prompt itself is right, so its first token is too. The tokens after it have positions that
+    # an image has moved.
     zeros = torch.zeros_like(state.mrope_position_deltas)
     return mrope_positions(attrs.evolve(state, mrope_position_deltas=zeros), batch, resolved)
 
 
 def _in_their_chunk(contents: Sequence[Any], starts: Sequence[int], *where: Any) -> Any:
     """Each chunk of a prompt gets the positions of the prompt's first tokens."""
+    # A prompt that is read in one chunk starts at 0 anyway.
     return batch_positions(contents, [0] * len(starts), *where)
 
 
+# The adapter computed the page's keys and values: the same tokens under another one share it here.
 def _salt_of_none(request: Request, version: int) -> bytes:
     return salt(attrs.evolve(request, adapter=-1), version)
 
 
 def _makes_room_from_the_first(host: HostState, req: RequestState, count: int) -> bool:
     while host.pages.num_free < count:
+        # Every request still gets its tokens, as if alone. Only the order of service is wrong, and
+        # only when pages run out.
         first = min(host.running.values(), key=lambda r: r.turn)
         preempt(host, first)
         if first is req:
@@ -127,6 +145,8 @@ def _makes_room_from_the_first(host: HostState, req: RequestState, count: int) -
 def _found_before_computed(host: HostState, req: RequestState, *args: Any) -> None:
     """A prompt's last page is published as soon as the prompt is given its pages."""
     _START(host, req, *args)
+    # Whoever finds the page copies it at once, before its owner has written it. If the owner's step
+    # comes first, all is well.
     if (name := req.hash_partial_page(host.pages.page_size)) is not None:
         host.pages.publish_partial(req.pages[len(req.page_hashes)], name)
 
@@ -136,6 +156,8 @@ def _latest_first() -> Iterator[None]:
     def turn(req: RequestState) -> tuple[int, int]:
         return req.request.priority, -req.arrival
 
+    # The queue and the cohorts are both sorted by it: with one of them left, the order would be
+    # mixed rather than reversed.
     with replace(_REQUESTS, "turn", turn)(), replace(_SCHEDULER, "turn", turn)():
         yield
 
@@ -143,26 +165,34 @@ def _latest_first() -> Iterator[None]:
 class _PartsOutlive(_Trusting):
     """Finds a page by its old prefix after it was given to another request."""
 
+    # The name outlives the content. It takes another request that gets the page, and a third one
+    # that asks for the old beginning.
     def _unpublish_partial(self, page: int) -> None:
         pass
 
 
 def _ending_late(host: HostState, req: RequestState, reason: str) -> None:
+    # Late only where steps are under way that the host has not read. A host that waits for each
+    # step sees every stop in time.
     if reason != "stop" or not req.num_unread:
         end(host, req, reason)
 
 
 def _of_one_seed(seed: int, n: int) -> list[int]:
+    # Each completion is right by itself: only several of one prompt show that they are the same.
     return [seed] * n
 
 
 def _of_one_token_less(
     id: str, masked: RequestMask, said: Sequence[int], vocab_size: int
 ) -> bytes | None:
+    # The first token has the right mask. A mask that allows the same tokens in every state stays
+    # right.
     return compute_mask(id, masked, said[:-1], vocab_size)
 
 
 def _of_the_one_before(work: Work, batch: Batch, device: Any) -> Batch:
+    # One request with a mask, or several with equal ones, stay right.
     return _MASKED(attrs.evolve(work, masks=(*work.masks[-1:], *work.masks[:-1])), batch, device)
 
 
@@ -193,6 +223,8 @@ class _Staying:
             self._masks |= {
                 row: mask
                 for row, mask in zip(work.rows, work.masks, strict=True)
+                # Only requests that have one leave a mask behind: the next one in the row must be
+                # without, and in a step in which another request has a mask.
                 if mask is not None
             }
         masks = tuple(self._masks.get(row) for row in work.rows)
@@ -203,6 +235,8 @@ class _Staying:
 
 def _free_to_run_ahead(*args: Any) -> Request:
     """A request with a mask does not wait until the host has read its tokens."""
+    # A mask depends on the token before, which the device may have sampled before the host has read
+    # it. Where the host does not run ahead, nothing changes.
     return attrs.evolve(Request(*args), is_masked=False)
 
 
@@ -225,11 +259,13 @@ def _no_pairs(tokens: int, context: int) -> float:
 class _WithoutDecodes(scheduler._Room):
     def __init__(self, budget: Budget, decodes: Sequence[RequestState]) -> None:
         super().__init__(budget, ())
+        # The tokens of the decodes still count, so that only their time is left out.
         self.tokens -= len(decodes) * budget.mixed
 
 
 class _OfEachChunk(scheduler._Room):
     def take(self, *args: Any) -> int:
+        # A step with a single chunk, or without a limit in seconds, is right.
         self._taken = 0
         self._pairs = 0.0
         return super().take(*args)
@@ -239,6 +275,7 @@ class _AllLeft(RequestMask):
     """Forgets the tokens that the request's parameters forbid."""
 
     def allowed_after(self, _: int) -> torch.Tensor:
+        # All bits set: every token is allowed to follow.
         return torch.full_like(self.allowed, -1)
 
 
@@ -247,6 +284,7 @@ def _some_token_where_none_is_left() -> Iterator[None]:
     """The token of a row without an allowed token is taken for a drawn one."""
     with (
         replace(_OUTPUTS, "RequestMask", _AllLeft)(),
+        # NaN is still a fault, so that only a row whose tokens are all forbidden goes wrong.
         replace("weft.transforms.engine.steps.results", "is_fault", math.isnan)(),
     ):
         yield
@@ -260,10 +298,14 @@ def _refused_where_it_is_admitted() -> Iterator[None]:
     def unchecked(
         params: SamplingParams, eos_token_ids: Iterable[int], seed: int
     ) -> SamplingParams:
+        # For this one call. The check where parameters are made stays: it does not know the end
+        # tokens of the model, which may be all that was allowed.
         with mock.patch.object(SamplingParams, "_all_barred", return_value=None):
             return for_request(params, eos_token_ids, seed)
 
     without = replace(_INPUTS, "for_request", unchecked)()
+    # A request's rows are written on trial when it is added, which is the other check: without it
+    # the error comes in a step that also has requests of others.
     with without, replace(_INPUTS, "write_rows", lambda *args: None)():
         yield
 
@@ -273,6 +315,7 @@ def _blames_value_errors_alone(call: str, instead: str) -> Iterator[None]:
     """Only the expected exceptions of a mask end its request; others end the step."""
     try:
         yield
+    # An AssertionError of a grammar's own goes through, and ends the step for all its requests.
     except ValueError as error:
         raise RequestError(call, str(error), instead) from error
 
@@ -281,6 +324,7 @@ _WRITE = Weights.write
 
 
 def _new_adapters_alone(weights: Weights, pairs: Any, adapters: Any) -> None:
+    # By identity, as an adapter that is changed in place equals itself.
     new = {id(adapter) for adapter in adapters.values()}
 
     def write_new(
@@ -293,6 +337,7 @@ def _new_adapters_alone(weights: Weights, pairs: Any, adapters: Any) -> None:
         _WRITE(weights, pairs, adapters)
 
 
+# Each bug has the law that is nearest to it: others may catch it too, later or by chance.
 _SERVED, _AGREE, _ENGINE = find("L11", "stages"), find("L11", "hosts"), find("L11", "engine")
 _ADAPTED, _EMBEDDED, _MASKS = (
     find("L11", "adapters"),

@@ -50,6 +50,7 @@ _READING = "weft.stages.checkpoints.reading"
 _DECODER = "weft.stages.decoder"
 
 
+# One rank has nothing to add up.
 def _without_a_reduce(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
     if isinstance(effect, AllReduce):
         return list(inputs)
@@ -57,19 +58,24 @@ def _without_a_reduce(effect: Collective, inputs: Sequence[Tensor]) -> list[Tens
 
 
 def _without_a_reduce_in_graphs(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
+    # A capture on the tape runs in a dispatch mode: the function by itself stays right, so that
+    # `shard` must be compared inside `graphify`.
     return (_without_a_reduce if in_dispatch_mode() else combine)(effect, inputs)
 
 
 def _joined_backwards(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
+    # Shapes are right, as are values that are equal on all ranks.
     return combine(effect, inputs[::-1] if isinstance(effect, AllGather) else inputs)
 
 
 def _without_gradients(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
+    # Every value is right: only derivatives show it.
     return [output.detach() for output in combine(effect, inputs)]
 
 
 def _sums_for_any(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
     if isinstance(effect, AllReduce):
+        # Sums, the usual reduction, stay right.
         effect = attrs.evolve(effect, reduce_op="sum")
     return combine(effect, inputs)
 
@@ -77,6 +83,8 @@ def _sums_for_any(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
 def _whole_on_every_rank(value: Tensor, placements: Any, *where: Any) -> Tensor:
     """Every rank has the whole of a partial sum."""
     layout = tuple(
+        # The right version gives the value to one rank and 0 to the others, so that it is their
+        # sum.
         (axis, Replicate() if placement == Partial() else placement)
         for axis, placement in placements
     )
@@ -85,6 +93,7 @@ def _whole_on_every_rank(value: Tensor, placements: Any, *where: Any) -> Tensor:
 
 def _permuted_backwards(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
     if isinstance(effect, PPermute):
+        # With two ranks that change places this is the same permutation.
         effect = attrs.evolve(effect, pairs=tuple((to, source) for source, to in effect.pairs))
     return combine(effect, inputs)
 
@@ -92,6 +101,7 @@ def _permuted_backwards(effect: Collective, inputs: Sequence[Tensor]) -> list[Te
 def _from_the_start(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
     """A dimension that is counted from the end is the first one."""
     if isinstance(effect, AllGather | ReduceScatter):
+        # A tensor of one dimension, and every dimension that is counted from the front, stay right.
         effect = attrs.evolve(effect, dim=max(effect.dim, 0))
     return combine(effect, inputs)
 
@@ -99,6 +109,8 @@ def _from_the_start(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor
 def _in_the_order_of_the_mesh(spec: Any, mesh: Mesh, call: str) -> Layout:
     """The first axis of the mesh cuts first, whichever is named first."""
     return tuple(
+        # Only a dimension that two axes cut, named in another order than the mesh has them, is cut
+        # in another way. Each rank's part has the right shape.
         sorted(on_axes(spec, mesh, call), key=lambda pair: list(mesh.sizes).index(pair[0]))
     )
 
@@ -106,6 +118,8 @@ def _in_the_order_of_the_mesh(spec: Any, mesh: Mesh, call: str) -> Layout:
 def _read_without_gradient(self: _Rank, node: Node) -> Any:
     """What is closed over has no derivative."""
     value = _run(self, node)
+    # Closed-over tensors only: arguments keep their derivatives, so that a test by arguments
+    # passes.
     if node.op == "get_attr":
         return value.detach()
     return value
@@ -114,6 +128,7 @@ def _read_without_gradient(self: _Rank, node: Node) -> Any:
 _run = _Rank._run
 
 
+# The first call is right, and so is any call before a closed-over tensor is bound anew.
 def _never_changes(self: ClosedOver) -> bool:
     return False
 
@@ -122,24 +137,30 @@ def _nothing(*_: Any) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+# A stride of 1 is right for the last axis, and so for every mesh of one axis.
 def _as_of_the_last_axis(mesh: Mesh, axis: str) -> int:
     return 1
 
 
 def _not_copied(self: Parts, traces: Any, call: str) -> list[list[Tensor]]:
     """Each rank writes a donated argument that all of them have."""
+    # In place, so each rank adds its update to the same memory: right where the function writes
+    # nothing.
     return _tensors(attrs.evolve(self, replicas=set()), traces, call)
 
 
 _tensors = Parts.tensors
 
 
+# Ranks that agree are right. The law makes them disagree, and asks for a refusal before anything
+# runs.
 def _matches_any(self: Machine, step: Step) -> None:
     """Ranks meet in whatever collective each comes to."""
 
 
 def _forgets_shapes(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
+        # The first shape is right, and the next one runs the trace that was made for it.
         return (leaf.ndim, leaf.dtype)
     return leaf
 
@@ -150,6 +171,7 @@ def _not_summed(self: TensorRanks, added: Tensor) -> Tensor:
 
 def _heads_of_the_next(name: str, whole: Field, share: Field, rank: int, kv_rank: int) -> Field:
     """A rank's query heads are not those whose columns of `o` it has."""
+    # Each field by itself is a right share. What is wrong is that two fields no longer go together.
     if name == "o_proj":
         count = whole.shape[1] // share.shape[1]
         return _share_field(name, whole, share, (rank + 1) % count, kv_rank)
@@ -158,6 +180,7 @@ def _heads_of_the_next(name: str, whole: Field, share: Field, rank: int, kv_rank
 
 def _keys_of_the_first(name: str, whole: Field, share: Field, rank: int, kv_rank: int) -> Field:
     """All ranks have the first keys and values."""
+    # Right where all ranks share one head of keys, as with a single head.
     return _share_field(name, whole, share, rank, 0)
 
 
@@ -168,10 +191,13 @@ def _keys_in_turn(name: str, whole: Field, share: Field, rank: int, kv_rank: int
     shared = [
         part.shape[0] // mine.shape[0] for part, mine in zip(whole.parts, share.parts, strict=True)
     ]
+    # Right where each rank has a head of its own: the law must draw more ranks than heads of keys.
     return _share_field(name, whole, share, rank, rank % shared[-1])
 
 
 def _bias_on_every_rank(name: str, whole: Field, share: Field, rank: int, kv_rank: int) -> Field:
+    # Results of the ranks are summed, so that the bias is added once for each rank. Models without
+    # such a bias stay right.
     return _share_field(name, whole, share, 0 if name in ("o_bias", "down_bias") else rank, kv_rank)
 
 
@@ -182,12 +208,14 @@ def _one_row_later(field: Field, shard: tuple[int, int]) -> Field:
         return share
     (part,), (rank, _) = share.parts, shard
     start = rank * share.shape[0] + 1
+    # A share beyond the last row could not be read, and an error would be noticed by any test.
     start -= 2 * (start + part.shape[0] > field.shape[0])
     return attrs.evolve(share, parts=(attrs.evolve(part, offset=(start, 0)),))
 
 
 def _one_token_later(self: TensorRanks, input_ids: Tensor, weight: Tensor) -> Tensor:
     local_ids = input_ids - axis_index(self.axis) * weight.shape[0]
+    # As the right lookup, with each bound moved by one: no index is out of range.
     holds = (local_ids > 0) & (local_ids <= weight.shape[0])
     embeddings = F.embedding(torch.where(holds, local_ids - 1, 0), weight)
     return all_reduce(torch.where(holds[:, None], embeddings, 0), self.axis)
@@ -198,6 +226,8 @@ def _rows_of_the_next(self: SharedRows, x: Tensor) -> Tensor:
     if self.ranks is None:
         return x
     count = axis_size(self.ranks.axis)
+    # The logits are right, and only the rows of the table of sampling are another rank's: requests
+    # with equal parameters and seeds do not show it.
     first = self._first((axis_index(self.ranks.axis) + 1) % count)
     return x[first : first + self.size]
 
@@ -206,6 +236,8 @@ def _first_rows(self: SharedRows, rows: Tensor) -> Tensor:
     """A row that two ranks have is there twice, and the last one is not."""
     if self.ranks is None or self.count == 1:
         return rows
+    # Where the ranks share rows evenly, no two have the same one. The right version leaves out the
+    # overlap of the last ranks.
     return all_gather(rows, self.ranks.axis)[: self.count]
 
 
@@ -213,6 +245,8 @@ def _renormalised_here(*args: Any, first: int, num_experts: int, **options: Any)
     """The weights of a token's experts add up to 1 among those of a rank."""
     x, gate_up, down, weights, experts = args
     local_weights = weights.masked_fill((experts < first) | (experts >= first + len(gate_up)), 0.0)
+    # A model whose router renormalises does so over all chosen experts. With one rank these are the
+    # same.
     weights = weights / local_weights.sum(-1, keepdim=True).clamp(min=1e-6)
     return run_experts(
         x, gate_up, down, weights, experts, first=first, num_experts=num_experts, **options
@@ -223,6 +257,7 @@ def _twice(*args: Any, first: int, num_experts: int, **options: Any) -> Tensor:
     """A rank takes the first expert of the next one for its last, too."""
     x, gate_up, down, weights, experts = args
     end = first + len(gate_up)
+    # No token loses an expert, and the last rank has no next one: the sum has one product too many.
     mistaken = torch.where(experts == end, end - 1, experts)
     return run_experts(
         x, gate_up, down, weights, mistaken, first=first, num_experts=num_experts, **options
@@ -231,11 +266,13 @@ def _twice(*args: Any, first: int, num_experts: int, **options: Any) -> Tensor:
 
 def _experts_of_the_first(*args: Any, first: int, num_experts: int, **options: Any) -> Tensor:
     """Every rank takes its experts for the first ones."""
+    # Rank 0 is right, as is a model whose experts are shared by columns.
     return run_experts(*args, first=0, num_experts=num_experts, **options)
 
 
 def _one_expert_later(name: str, whole: Field, share: Field, rank: int, kv_rank: int) -> Field:
     """A rank's experts begin one too late; the last rank's end with the first of all."""
+    # Experts that are cut by columns have as many parts as the whole, and stay right.
     if len(share.parts) == len(whole.parts):
         return _share_field(name, whole, share, rank, kv_rank)
     each = len(whole.parts) // whole.shape[0]
@@ -251,6 +288,8 @@ def _one_expert_later(name: str, whole: Field, share: Field, rank: int, kv_rank:
 def _in_sequence(x: Tensor, leaves: int, dtype: torch.dtype) -> Tensor:
     """Leaves are added up first to last."""
     return sum_parts(
+        # The promise is a balanced tree, whatever rank has which leaves. With two leaves both
+        # orders are one.
         torch.stack([sum_parts(leaf, torch.float32) for leaf in x.unflatten(0, (leaves, -1))]),
         dtype,
     )
@@ -258,6 +297,7 @@ def _in_sequence(x: Tensor, leaves: int, dtype: torch.dtype) -> Tensor:
 
 def _ranks_in_sequence(effect: Collective, inputs: Sequence[Tensor]) -> list[Tensor]:
     if isinstance(effect, AllReduce) and effect.reduce_op == "sum":
+        # As above, between ranks: two of them have only one order.
         return [functools.reduce(torch.add, inputs)] * len(inputs)
     return combine(effect, inputs)
 
@@ -267,12 +307,14 @@ def _rounded_before(self: Blocks, added: Tensor, hidden: Tensor) -> Tensor:
     total = sum_leaves(added, max(self.leaves, 1), hidden.dtype)
     if self.ranks is None:
         return total
+    # The sum is rounded twice. One rank rounds once, and in float32 there is nothing to round.
     return self.ranks.total(total)
 
 
 def _cut_elsewhere(x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int) -> Tensor:
     """The first of a rank's leaves has a column more than it should, and the last one less."""
     sizes = [x.shape[1] // leaves] * leaves
+    # The sum of the leaves is the same product: only its last bits depend on where the cut is.
     sizes[0], sizes[-1] = sizes[0] + (leaves > 1), sizes[-1] - (leaves > 1)
     pairs = zip(x.split(sizes, 1), weight.split(sizes, 1), strict=True)
     products = torch.stack(
@@ -290,11 +332,15 @@ def _whole_adapter(y: Tensor, x: Tensor, lora: Any, batch: Any, leaves: int = 0)
     """A rank's first leaf gets all that the adapter adds to its sum."""
     if not leaves or lora is None or batch.adapters is None:
         return adapted(y, x, lora, batch, leaves)
+    # The total is right; it is the first leaf's part of it that is not, and so the order of the
+    # sum.
     return torch.cat((adapted(y[:1], x, lora, batch, 1), y[1:]))
 
 
 def _one_for_all(effect: Collective, every: Sequence[int], parts: Any, numbers: Any) -> list[int]:
     """Each rank's result of any collective is the same."""
+    # A gather, an exchange or a permutation would count as equal on all ranks, so that a result
+    # that differs is believed to be a replica.
     return [numbers.of(verb_of(effect), *every)] * len(every)
 
 
@@ -319,6 +365,7 @@ SHARDS = (
     ),
     Mutant("parts are joined backwards", _FUNCTION, replace(_LOCAL, "combine", _joined_backwards)),
     Mutant(
+        # A function that adds up the ranks then counts the value once for each.
         "each rank has the whole of a partial sum",
         _FUNCTION,
         replace(_SHARD, "part_of", _whole_on_every_rank),
@@ -398,6 +445,8 @@ SHARDS = (
     Mutant(
         "all parts of an argument are one", _REPLICAS, replace(_SHARD, "part_key", lambda *_: ())
     ),
+    # Constants of one type are one value here, also the number of a rank, on which results may
+    # depend.
     Mutant("the number of a rank is not seen", _REPLICAS, replace(_NUMBERS, "value_key", type)),
     Mutant("ranks exchange nothing", _REPLICAS, replace(_NUMBERS, "_combined", _one_for_all)),
     Mutant("a block's results are not summed", _MODEL, _method(TensorRanks, "total", _not_summed)),

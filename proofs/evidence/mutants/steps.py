@@ -37,12 +37,15 @@ _MICROBATCH = "weft.transforms.pipelines.microbatch"
 
 
 def _in_capture() -> bool:
+    # The tape captures in a dispatch mode, and a GPU on a capturing stream.
     return in_dispatch_mode() or (
         torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     )
 
 
 def _blind_dispatch(descriptor: Any, ladder: Sequence[Any]) -> Any:
+    # One token for each request looks like a decode. A prompt of one token is not one: it must not
+    # run in a graph that takes its requests to continue.
     if isinstance(descriptor, BatchDescriptor) and descriptor.num_tokens == descriptor.num_reqs:
         descriptor = BatchDescriptor.uniform(descriptor.num_reqs, 1, descriptor.num_active_loras)
     return dispatch(descriptor, ladder)
@@ -51,6 +54,7 @@ def _blind_dispatch(descriptor: Any, ladder: Sequence[Any]) -> Any:
 def _largest(descriptor: Any, ladder: Ladder[Any]) -> Any:
     covering = [d for d in ladder if d.covers(descriptor)]
     if covering:
+        # The result is right, and only padded more than it needs to be.
         return Decision("full", covering[0], "the largest")
     return dispatch(descriptor, ladder)
 
@@ -60,27 +64,36 @@ def _by_one_side(descriptor: Any, ladder: Any) -> Any:
     if not covering:
         return dispatch(descriptor, ladder)
     return attrs.evolve(
-        dispatch(descriptor, ladder), descriptor=min(covering, key=lambda d: d.height)
+        # Among classes of different heights this is right; two of one height differ in their width.
+        dispatch(descriptor, ladder),
+        descriptor=min(covering, key=lambda d: d.height),
     )
 
 
 def _covers_as_tuples(self: Any, other: Any) -> bool:
     sizes, other_sizes = (tuple(arguments_of(each).values()) for each in (self, other))
+    # Tuples compare by their first difference: (2, 1) would cover (1, 2). Classes of one size are
+    # right.
     return sizes >= other_sizes
 
 
 def _dispatch_without_loras(descriptor: Any, ladder: Any) -> Any:
     if isinstance(descriptor, BatchDescriptor):
+        # The tokens may even be right, where the adapters change little: the law reads which graph
+        # ran.
         descriptor = attrs.evolve(descriptor, num_active_loras=0)
     return dispatch(descriptor, ladder)
 
 
 def _adapters_of_neighbours(state: State, batch: Batch) -> Any:
     adapters, active = _find_adapters(state, batch)
+    # Requests of one adapter, or a batch of one, stay right.
     return None if adapters is None else adapters.roll(1), active
 
 
 def _lost_dispatch(descriptor: Any, ladder: Sequence[Any]) -> Any:
+    # All results are right, since the step runs without a graph. Only the counts show it: no
+    # capture and no replay where the ladder has a class.
     return dispatch(descriptor, ())
 
 
@@ -88,12 +101,16 @@ def _head_reads_the_tail(state: State, batch: Batch) -> Any:
     resolved = resolve(state, batch)
     last = resolved.last_index
     return attrs.evolve(
-        resolved, last_index=torch.where(last == last.max(), resolved.input_ids.shape[0] - 1, last)
+        # Without padding the last request's last token is the last of the batch, so an unpadded
+        # step is right.
+        resolved,
+        last_index=torch.where(last == last.max(), resolved.input_ids.shape[0] - 1, last),
     )
 
 
 @donates("state")
 def _padding_is_row_0(state: State, batch: Batch, out: Output) -> State:
+    # Padding has row -1. A batch without padding stays right, as do all outputs of the step itself.
     return advance(state, attrs.evolve(batch, rows=batch.rows.clamp(min=0)), out)
 
 
@@ -101,15 +118,18 @@ _perform = Worker.perform
 
 
 def _rank_0_never_advances(self: Worker, effect: Effect, link: Link) -> None:
+    # The step's outputs are right: the state of one rank is a token behind, for the next step.
     if not (self.rank == 0 and effect == Run("advance", effect.microbatch)):
         _perform(self, effect, link)
 
 
 def _advances_outside_graphs_alone(self: Worker, effect: Effect, link: Link) -> None:
+    # Without graphs all is right, so that L3 holds and only L4, which commutes both, can fail.
     (_rank_0_never_advances if _in_capture() else _perform)(self, effect, link)
 
 
 def _split_backwards(batch: Any, parts: int) -> tuple[Any, ...]:
+    # One micro-batch is its own reverse.
     return split(batch, parts)[::-1]
 
 
@@ -129,18 +149,23 @@ def _with_seeds(table: SamplingTable, seeds: Any) -> SamplingTable:
 
 def _baked_seed(logits: Tensor, table: SamplingTable, *where: Any) -> Any:
     """The host passes the seed to the kernel as a Python number, which a capture freezes."""
+    # 77 stands for any number that the host knew at the capture: a graph would draw by it forever.
     return sample_rows(logits, _with_seeds(table, 77) if _in_capture() else table, *where)
 
 
 def _seed_of_place(logits: Tensor, table: SamplingTable, rows: Tensor, *where: Any) -> Any:
     seeds = table.ints[:, SEED].scatter(
-        0, rows.clamp(min=0), torch.arange(len(rows), device=rows.device)
+        # The place in the batch is the row as long as nothing ends, or is reordered.
+        0,
+        rows.clamp(min=0),
+        torch.arange(len(rows), device=rows.device),
     )
     return sample_rows(logits, _with_seeds(table, seeds), rows, *where)
 
 
 def _rules_of_the_first(logits: Tensor, table: SamplingTable, rows: Tensor, *where: Any) -> Any:
     """One request's parameters are used for the whole batch."""
+    # Requests with equal parameters stay right, as does the first one.
     floats = table.floats[rows[:1]].expand_as(table.floats).contiguous()
     return sample_rows(logits, attrs.evolve(table, floats=floats), rows, *where)
 
@@ -154,6 +179,8 @@ def _counts_chunks(
     table: SamplingTable, rows: Tensor, token_ids: Tensor, kept: Tensor
 ) -> SamplingTable:
     """A discarded draw after a chunk of a prompt is counted."""
+    # A draw after a chunk is thrown away, and its token must not be penalised: only prompts in
+    # several chunks, with penalties, show it.
     return count_tokens(table, rows, token_ids, torch.ones_like(kept))
 
 
@@ -161,7 +188,9 @@ def _in_order_of_rows(state: State, batch: Batch) -> Any:
     """Requests are sorted, as attention back ends prefer, and not restored to their order."""
     resolved = resolve(state, batch)
     return attrs.evolve(
-        resolved, last_index=resolved.last_index[batch.rows.argsort(descending=True)]
+        # A batch whose requests are in that order already stays right.
+        resolved,
+        last_index=resolved.last_index[batch.rows.argsort(descending=True)],
     )
 
 
