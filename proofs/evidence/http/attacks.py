@@ -19,6 +19,9 @@ from weft.proofs.evidence.http.sockets import (
     socket_attack,
 )
 
+# Values at the edges of what a field may be: of int32, int64 and float64; numbers that JSON has no
+# text for; lone surrogates, which UTF-8 cannot encode; and names of files and templates that a
+# careless server would open.
 _ODD: list[Any] = [
     *(
         None,
@@ -77,6 +80,7 @@ _ODD: list[Any] = [
         "DEMO",
     ),
 ]
+# Fields of OpenAI's API that weft does not have, or that are no field of anyone's.
 _NAMES = [
     "prompt",
     "messages",
@@ -99,6 +103,8 @@ def attacks(seed: int, trap: str, file: str) -> "Attacks":
         trap: an address that nobody may call.
         file: the name of a file that nobody may read.
     """
+    # A generator of its own, so that an attack depends on the seed alone and a failure can be
+    # repeated.
     return Attacks(random.Random(seed), trap, file)
 
 
@@ -114,6 +120,7 @@ class Attacks:
         return self
 
     def __next__(self) -> Attack:
+        # Changed bodies most of all, since they reach every field of every route.
         kinds: dict[Callable[[], Attack], int] = {
             self._schema: 40,
             self._encoding: 14,
@@ -132,12 +139,15 @@ class Attacks:
         """A valid body with some of its parts changed."""
         drawn = self._drawn
         path = drawn.choice(ROUTES)
+        # From a valid body: random ones would all end at the first check of the schema.
         kept = {name: value for name, value in VALID[path].items() if drawn.random() < 0.7}
+        # A deep copy, since `VALID` is shared by all attacks.
         body: Any = json.loads(json.dumps(kept))
         for _ in range(drawn.randint(1, 3)):
             body = self._changed(body)
         name = "changed"
         raw = dump(body)
+        # JSON allows a key twice, and parsers differ in which one counts.
         if drawn.random() < 0.1 and isinstance(body, dict):
             name = "key twice"
             raw = (
@@ -150,8 +160,10 @@ class Attacks:
             )
         elif drawn.random() < 0.1:
             name = "deep"
+            # Around the server's limit of 128 and Python's of 1,000 calls, and far above both.
             depth = drawn.choice([50, 127, 129, 500, 990, 5000, 30_000])
             opening, closing = drawn.choice([(b"[", b"]"), (b'{"a":', b"}")])
+            # Not deeper, or the body would be refused for its size before anyone parses it.
             deep = opening * min(depth, 9000) + b"1" + closing * min(depth, 9000)
             field = drawn.choice(
                 [
@@ -192,6 +204,7 @@ class Attacks:
     def _encoding(self) -> Attack:
         drawn = self._drawn
         path = drawn.choice(ROUTES)
+        # Nearly right bodies: one wrong byte in a valid one comes further than noise.
         valid = dump(VALID[path])
         place = drawn.randrange(len(valid))
         choices: dict[str, bytes] = {
@@ -219,6 +232,7 @@ class Attacks:
         name = drawn.choice([*choices, "gzip", "charset"])
         if name == "gzip":
             header = "content-encoding", drawn.choice(["gzip", "br", "deflate", "zz"])
+            # Without a time, which would make the bytes of one seed differ from run to run.
             return post("encoding", name, path, gzip.compress(valid, mtime=0), [header])
         if name == "charset":
             kinds = (
@@ -240,6 +254,8 @@ class Attacks:
             nested = drawn.choice(
                 [{"type": "array", "items": nested}, {"anyOf": [nested, {"type": "null"}]}]
             )
+        # Those that take exponential time to match, exponential space to compile, or have no finite
+        # automaton at all, such as references back and looks ahead.
         regexes = [
             *(
                 "(a|a)*b",
@@ -263,6 +279,8 @@ class Attacks:
                 "a{5,2}",
             ),
         ]
+        # Fifty rules that stand for a text of 2**50 letters: to write it out is to run out of
+        # memory.
         doubling = "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(50))
         grammars = [
             *(
@@ -285,9 +303,12 @@ class Attacks:
         if drawn.random() < 0.03:  # these take their whole time
             chain = "\n".join(f'r{i} ::= r{i + 1} | "{i}"' for i in range(2500))
             grammars = [f'root ::= r0\n{chain}\nr2500 ::= "a"']
+        # Each refers to the other, so that a search that follows references never ends.
         loop = {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}
         schemas: list[Any] = [
             *(
+                # A server that follows it calls an address, or reads a file, that a client has
+                # chosen.
                 {"$ref": self._trap},
                 {"$ref": f"file://{self._file}"},
                 {"$ref": self._file},
@@ -347,6 +368,7 @@ class Attacks:
             ]
         )
         kind = form.get("type") if isinstance(form, dict) else "other"
+        # Few tokens: what is attacked is the compiler of grammars, not the model.
         body = {**TEXT, "max_tokens": 8, "response_format": form, "stream": drawn.random() < 0.3}
         return post("grammar", str(kind)[:12], "/v1/completions", body)
 
@@ -384,6 +406,7 @@ class Attacks:
         message: Any = {"role": role, "content": content}
         if drawn.random() < 0.3:
             message = self._changed({**message, "tool_calls": [{"id": "a"}], "name": "x"})
+        # Names that a chat template uses itself, and one that is no name.
         variables = drawn.choice(
             [{}, {}, {"messages": 1}, {"bos_token": "x"}, {"self": 1}, {"a b": 1}, {"range": 1}]
         )
@@ -398,6 +421,7 @@ class Attacks:
 
     def _sampling(self) -> Attack:
         drawn = self._drawn
+        # Stops are searched in every text: many of them, and long ones, make that slow.
         many = [chr(97 + i % 26) + str(i) for i in range(2000)]
         options: dict[str, Any] = {
             "stop": drawn.choice(
@@ -428,5 +452,7 @@ class Attacks:
         chosen = {name: options[name] for name in drawn.sample([*options], drawn.randint(1, 4))}
         body = {**TEXT, **chosen}
         if body["max_tokens"] is None:
+            # Without a limit of tokens a completion goes on to the end of the context; this ends
+            # most of them early, so that the run is not spent on waiting.
             body["stop_token_ids"] = [*range(300)]
         return post("sampling", "+".join(sorted(chosen))[:40], "/v1/completions", body)

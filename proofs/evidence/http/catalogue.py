@@ -42,6 +42,7 @@ _SCHEMA = {
     "required": ["name", "n"],
     "additionalProperties": False,
 }
+# The first two end by themselves; a JSON object may go on until the limit of tokens.
 _FORMS: list[dict[str, Any]] = [
     {"type": "json_schema", "json_schema": {"name": "a", "schema": _SCHEMA}},
     {"type": "regex", "regex": "[a-z]{3}-[0-9]{1,4}"},
@@ -87,7 +88,11 @@ def _draw(drawn: random.Random) -> Asked:
     prompt = " ".join(
         drawn.choices(_WORDS, k=drawn.choice([2, 3, 4, 8, 20]) if kind != "quick" else 3)
     )
+    # Greedy or by a seed: without one of them an answer under load could not be compared with one
+    # alone.
     sampling: dict[str, Any] = {"temperature": 0.0}
+    # Several greedy completions of one prompt would all be the same, and hide one that is
+    # another's.
     if kind == "several" or drawn.random() < 0.5:
         sampling = {
             "temperature": 1.0,
@@ -97,10 +102,12 @@ def _draw(drawn: random.Random) -> Asked:
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": drawn.randint(4, 40), **sampling}
     more: dict[str, dict[str, Any]] = {
         "quick": {"max_tokens": 8},
+        # Long enough that it holds its pages while others want them, and is preempted.
         "long": {"max_tokens": 100, "ignore_eos": True},
         "several": {"n": drawn.randint(2, 4)},
         "logprobs": {"logprobs": 3},
         "echo": {"echo": True, "logprobs": 2},
+        # Three that differ, so that an answer in another's place shows.
         "prompts": {"prompt": [prompt, prompt[::-1], "a b"], "n": drawn.randint(1, 2)},
         "structured": {"response_format": drawn.choice(_FORMS), "max_tokens": 48},
         "stop": {"stop": ["e ", "xy"], "max_tokens": 60},
@@ -143,6 +150,7 @@ class Said:
             self.logprobs.append(each["logprob"])
         self.tokens += logprobs.get("tokens") or []
         self.logprobs += logprobs.get("token_logprobs") or []
+        # In a stream only the last chunk has a reason.
         self.finish_reason = choice["finish_reason"] or self.finish_reason
 
     def difference(self, other: "Said") -> str:
@@ -154,6 +162,7 @@ class Said:
                     f"{name}: {getattr(self, name)!r:.200}, and alone {getattr(other, name)!r:.200}"
                 )
         for place, (a, b) in enumerate(zip(self.logprobs, other.logprobs, strict=True)):
+            # The first token of a prompt that is echoed has no logprob, and must have none in both.
             if (a is None) != (b is None) or abs((a or 0.0) - (b or 0.0)) > 1e-3:
                 return f"logprob {place}: {a}, and alone {b}"
         return ""
@@ -168,6 +177,7 @@ def said(answer: Answer) -> list[Said]:
     if not answer.headers.get("content-type", "").startswith("text/event-stream"):
         return _choices([answer.json])
     *chunks, last = answer.events
+    # A stream that breaks off looks like one that ended to a client that only joins the pieces.
     if last != "[DONE]":
         raise ValueError(f"a stream that ends with {last:.300}")
     return _choices([json.loads(chunk) for chunk in chunks])

@@ -17,7 +17,9 @@ import attrs
 from weft.transforms.engine.evaluation.serving import spread
 
 _EVENT = b"data: {"
+# Read by a pattern: parsing each event would take the client more time than the server needs.
 _USAGE = re.compile(rb'"completion_tokens":(\d+)')
+# Enough for the last events, of which the usage is one; the rest of the stream is only counted.
 _TAIL = 2048
 _REQUEST_SECONDS = 600.0
 
@@ -69,6 +71,7 @@ class _Client(asyncio.Protocol):
         self._raw = raw
         self._answer = answer
         self._ended = ended
+        # The head is kept for the error of an answer that is none.
         self._head = self._tail = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -76,7 +79,10 @@ class _Client(asyncio.Protocol):
         self._transport.write(self._raw)
 
     def data_received(self, data: bytes) -> None:
+        # First of all: the time of an event is that of its packet, whatever the client does with
+        # it.
         now = time.perf_counter()
+        # An event's first bytes may come with the packet before.
         received = self._tail[1 - len(_EVENT) :] + data
         self._answer.times += [now] * received.count(_EVENT)
         if len(self._head) < _TAIL:
@@ -88,6 +94,7 @@ class _Client(asyncio.Protocol):
             self._transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
+        # The end of a connection is no error after the last event.
         if self._answer.num_tokens is None:
             self._answer.error = f"{error or self._head[-400:].decode(errors='replace')}"
         if not self._ended.done():
@@ -101,6 +108,8 @@ async def _ask(
     body: dict[str, Any] = {
         "prompt": [*prompt],
         "max_tokens": load.output_len,
+        # All requests then have the same length, and a run of one build the same work as that of
+        # another.
         "ignore_eos": True,
         "stream": True,
     }
@@ -109,11 +118,14 @@ async def _ask(
     )
     raw = json.dumps(body).encode()
     head = (
+        # A connection for each request, so that none waits behind the stream of another.
         f"POST {place.path}/completions HTTP/1.1\r\nhost: {place.netloc}\r\nconnection: close\r\n"
     )
     head += f"content-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
     async with free:
         loop = asyncio.get_running_loop()
+        # Inside the semaphore: the time that a request waits for the client's own limit is not the
+        # server's.
         answer = Answer(time.perf_counter())
         ended = loop.create_future()
         try:
@@ -144,6 +156,8 @@ async def drive(load: Load, model: str | None = None) -> dict[str, Any]:
     for prompt in load.prompts:
         if math.isfinite(load.rate):
             at += draw.expovariate(load.rate)
+            # Until a moment of the plan and not for a gap, or each late request would make all
+            # others later.
             await asyncio.sleep(began + at - time.perf_counter())
         tasks.append(asyncio.create_task(_ask(load, prompt, free, model)))
     answers = await asyncio.gather(*tasks)
@@ -161,6 +175,7 @@ def figures(load: Load, answers: Sequence[Answer], seconds: float) -> dict[str, 
     >>> found["completed"], found["failed"], found["wrong_lengths"], found["tpot"]["p50"], found["tokens_per_event"]
     (1, 1, 0, 500.0, 1.0)
     """
+    # An answer with the usage alone has no first token to time.
     done = [answer for answer in answers if answer.num_tokens is not None and len(answer.times) > 1]
     events = [answer.times[:-1] for answer in done]  # the last one is the usage
     tokens = sum(answer.num_tokens or 0 for answer in done)

@@ -41,6 +41,8 @@ from weft.proofs.evidence.http.process import (
 )
 from weft.proofs.evidence.http.sockets import MAX_BODY, MAX_N, Attack
 
+# A server so small that attacks come to its limits: few requests at once, a short queue, a small
+# body.
 _FLAGS = (
     *("--device", "cpu", "--graph", "full_and_piecewise", "--scheduling-policy", "priority"),
     *(
@@ -55,6 +57,7 @@ _FLAGS = (
     ),
     *("--request-timeout", "30", "--dtype", "float32"),
 )
+# Greedy, and without an end of its own, so that 32 tokens with logprobs are compared.
 _KNOWN = {
     "prompt": "The function returns",
     "temperature": 0,
@@ -65,6 +68,7 @@ _KNOWN = {
 _AT_ONCE = 4
 _EVERY = 1000
 _SLOW_SECONDS = 60.0
+# All errors that are the client's, or that say that the server is busy. 500 is none of them.
 _EXPECTED = {400, 401, 403, 404, 405, 408, 413, 429, 504}
 _MORE_MEMORY = 64 * 2**20
 _MORE_FILES = 8
@@ -136,12 +140,16 @@ def fuzz(cases: int, seed: int = 0, idle_connections: int = 1000) -> Fuzzed:
     outcome, begin, lock = Fuzzed(cases, seed), time.perf_counter(), threading.Lock()
     with contextlib.ExitStack() as stack:
         trap = stack.enter_context(_Trap())
+        # A valid schema, so that a server that reads it would go on, and its text would come up in
+        # an answer.
         file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "secret.json"
         file.write_text(json.dumps({"title": _SECRET, "const": _SECRET}))
         template = file.with_name("template.jinja")
         template.write_text(TEMPLATE)
         server = stack.enter_context(serving("demo", *_FLAGS, "--chat-template", str(template)))
         reference = _reference_answer(server)
+        # Before the first attack; growth is measured from the first thousand on, when caches are
+        # warm.
         outcome.resources[0] = server.resources()
 
         def attack(case: Attack) -> None:
@@ -152,6 +160,8 @@ def fuzz(cases: int, seed: int = 0, idle_connections: int = 1000) -> Fuzzed:
                 answers = perform(server.port, case)
                 statuses = [str(each.status) for each in answers] or ["closed"]
                 problem = next(filter(None, map(problem_of, answers)), "")
+            # Parsed by a library and not by our own code, which could share a mistake with the
+            # server's.
             except h11.RemoteProtocolError as error:
                 problem = f"an answer that is not HTTP: {error}"
             except TimeoutError:
@@ -163,6 +173,7 @@ def fuzz(cases: int, seed: int = 0, idle_connections: int = 1000) -> Fuzzed:
                 outcome.kinds[case.kind] += 1
                 outcome.statuses.update(statuses)
                 outcome.slowest = max(outcome.slowest, (seconds, f"{case.kind}: {case.name}"))
+                # One fault may fail thousands of attacks: the first ones say enough.
                 if problem and len(outcome.failures) < 40:
                     outcome.failures.append(
                         f"{case.kind}, {case.name}: {problem}; steps {case.steps!r:.300}"
@@ -179,6 +190,8 @@ def fuzz(cases: int, seed: int = 0, idle_connections: int = 1000) -> Fuzzed:
                     outcome.failures.append(
                         f"after {done + count} attacks requests are under way: {server.metrics()}"
                     )
+                # Once is enough, and after the first attacks: there the comparison of resources
+                # begins.
                 if done == 0:
                     _hold_idle(server, idle_connections, outcome)
                 outcome.resources[done + count] = settled(server) | {
@@ -198,6 +211,7 @@ def _reference_answer(server: ServerProcess) -> Any:
 def settled(server: ServerProcess) -> dict[str, int]:
     """The server's memory, files and threads, once it has let go of closed connections."""
     least = server.resources()
+    # The server notices closed connections one by one: its open files must have stopped falling.
     for _ in range(20):
         time.sleep(0.1)
         now = server.resources()
@@ -242,6 +256,8 @@ def _check_end(server: ServerProcess, reference: Any, trap: "_Trap", outcome: Fu
         fail(f"requests are under way, or pages are held: {server.metrics()}")
     first = outcome.resources[min(_EVERY, outcome.cases)]
     last = settled(server)
+    # Graphs are captured for classes that come up during the attacks. They are no leak: each is
+    # kept once.
     memory = _MORE_MEMORY + _GRAPH_MEMORY * (
         outcome.resources[outcome.cases]["captures"] - first["captures"]
     )
@@ -255,11 +271,13 @@ def _check_end(server: ServerProcess, reference: Any, trap: "_Trap", outcome: Fu
         fail(f"files: {last['files']} at the end, {outcome.resources[0]['files']} before")
     if trap.calls:
         fail(f"{trap.calls} calls of the address that nobody may call")
+    # A server that was attacked must still end as it should: a thread that hangs would show here.
     code = server.stop()
     log = server.log.read_text()
     outcome.log_bytes = len(log)
     if code != 0:
         fail(f"after SIGTERM the exit code is {code}")
+    # An answer may be right and the log still have an error that nobody handled.
     if "Traceback" in log or _SECRET in log:
         fail(f"the log has a traceback: {log[-3000:]}")
 
@@ -288,11 +306,16 @@ def perform(port: int, attack: Attack) -> list[Answer]:
                         stack.enter_context(connect(port))
                 elif act == "reset":
                     connection.setsockopt(
-                        socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                        # Lingering for 0 seconds makes the close a reset, as of a client that was
+                        # killed.
+                        socket.SOL_SOCKET,
+                        socket.SO_LINGER,
+                        struct.pack("ii", 1, 0),
                     )
                     return []
             except (ConnectionError, BrokenPipeError):
                 break  # the server has closed it; what it said before may still be read
+        # These have taken some bytes of an answer, so that what follows is no whole HTTP.
         if any(act == "read" for act, _ in attack.steps):
             with contextlib.suppress(OSError):
                 while connection.recv(65536):
@@ -313,6 +336,7 @@ def problem_of(answer: Answer) -> str:
         if answer.whole:
             events = answer.events
         else:
+            # The last event may have been cut.
             events = answer.events[:-1]
         for event in events:
             if event == "[DONE]":
@@ -336,6 +360,7 @@ def _error_problem(raw: str, headers: Any, kind: str | None = "application/json"
         return f"an error of type {headers.get('content-type')}: {raw:.300}"
     try:
         error = json.loads(raw)["error"]
+        # OpenAI's clients read these four, and fail in their own code if one is missing.
         wrong = {"message", "type", "param", "code"} - error.keys() or not isinstance(
             error["message"], str
         )
@@ -350,11 +375,13 @@ class _Trap:
     """A socket that counts who calls it."""
 
     def __init__(self) -> None:
+        # On this machine, so that a call of it needs no network, and succeeds.
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.calls = 0
         self.address = f"http://127.0.0.1:{self._socket.getsockname()[1]}/schema.json"
 
     def __enter__(self) -> "_Trap":
+        # So that the thread sees that it is to end.
         self._socket.settimeout(0.2)
         self._open = True
         self._thread = threading.Thread(target=self._count, daemon=True)
@@ -388,6 +415,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--out", type=Path, help="the folder to write the record to (default: none)"
     )
     args = parser.parse_args(arguments)
+    # The server's process inherits it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     outcome = fuzz(args.cases, args.seed, args.idle)
     print(outcome)

@@ -39,6 +39,8 @@ from weft.proofs.evidence.http.process import (
     write_record,
 )
 
+# 18 pages for up to 6 requests of 256 tokens are too few, so that requests are preempted; a queue
+# of 8 is too short for all clients, so that some are refused.
 _FLAGS = (
     *("--device", "cpu", "--graph", "full_and_piecewise", "--scheduling-policy", "priority"),
     *(
@@ -53,6 +55,7 @@ _FLAGS = (
     ),
     *("--dtype", "float32", "--num-pages", "18", "--max-n", "16", "--max-body", "65536"),
 )
+# Together more than run and wait at once.
 _CLIENTS = {"whole": 4, "stream": 4, "quick": 2, "slow": 3, "gone": 2, "malformed": 1}
 # Parts of the run; in every second one, slow readers rest.
 _WINDOWS = 20
@@ -117,6 +120,8 @@ class _Load:
         self.server = server
         self.outcome = outcome
         self.requests = requests
+        # By the same server before the load, and not by another one: the weights and the build are
+        # the same, and only the company differs.
         self.alone = [self._alone(request) for request in requests]
         self.quick = [place for place, request in enumerate(requests) if request.kind == "quick"]
         self.lock = threading.Lock()
@@ -139,6 +144,8 @@ class _Load:
 
     def run(self, kind: str, number: int) -> None:
         """One client, until the end of the run."""
+        # One generator for each client: threads that share one would draw in an order that no seed
+        # repeats.
         drawn = random.Random(f"{self.outcome.seed} {kind} {number}")
         act = {"gone": self._go, "malformed": self._malform}.get(kind)
         while time.monotonic() < self.end:
@@ -147,6 +154,8 @@ class _Load:
                 continue
             try:
                 act(drawn) if act is not None else self._ask(kind, drawn)
+            # A client that fails must not end its thread, or the load would fall without anyone
+            # noticing.
             except Exception as error:
                 self._differ(f"{kind}: {type(error).__name__}: {error}")
             time.sleep(drawn.random() * 0.05)
@@ -164,12 +173,16 @@ class _Load:
             place = drawn.randrange(len(self.requests))
         request = self.requests[place]
         streams = kind in ("stream", "slow")
+        # The same request, whole or as a stream, has the same right answer.
         raw = request_bytes(request.path, json.dumps({**request.body, "stream": streams}).encode())
         while True:
             start = time.monotonic()
+            # At the start of the request, since it may end in another window.
             rests = self.slow_readers_rest()
             with connect(self.server.port, 120.0) as connection:
                 if kind == "slow":
+                    # A small buffer, so that the server's writes to this client have to wait, and
+                    # nobody else's may.
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 connection.sendall(raw)
                 if kind == "slow":
@@ -179,8 +192,10 @@ class _Load:
                 break
             with self.lock:
                 self.outcome.refused += 1
+            # Refused, and the run is over: it was never accepted, so that nothing is lost.
             if time.monotonic() > self.end:
                 return
+            # Not all at once, or the same clients would be refused again and again.
             time.sleep(float(answer.headers["retry-after"]) * drawn.random())
         seconds = time.monotonic() - start
         if answer.status != 200 or not answer.whole:
@@ -206,6 +221,7 @@ class _Load:
         with connect(self.server.port) as connection:
             connection.sendall(raw)
             if drawn.random() < 0.5:
+                # In the head of the answer, or in the middle of its events.
                 connection.recv(drawn.choice([10, 400, 2000]))
             else:
                 time.sleep(drawn.random() * 0.2)
@@ -218,6 +234,8 @@ class _Load:
         attack = next(
             candidate
             for candidate in attacks(drawn.randrange(10**9), "http://127.0.0.1:9/", "none")
+            # Grammars may take the compiler its whole time limit, which would hold up the requests
+            # that are compared.
             if candidate.kind != "grammar"
         )
         try:
@@ -259,6 +277,7 @@ def load(minutes: float, seed: int = 0, num_requests: int = 150) -> Loaded:
             time.sleep(min(left, run.window))
             outcome.resources[round(time.monotonic() - run.begin)] = server.resources()
         for thread in threads:
+            # More than the 120 seconds that a client waits for its answer.
             thread.join(180)
         outcome.differences += ["a client did not end"] * sum(
             thread.is_alive() for thread in threads
@@ -266,6 +285,7 @@ def load(minutes: float, seed: int = 0, num_requests: int = 150) -> Loaded:
         _check_end(server, run, outcome)
     for name, latencies in run.latencies.items():
         if len(latencies) > 1:
+            # The 10th and the 19th of 19 cuts are the median and the 95th percentile.
             cuts = quantiles(latencies, n=20)
             outcome.quick_seconds[name] = [round(cuts[9], 4), round(cuts[18], 4)]
     outcome.seconds = time.monotonic() - begin
@@ -284,10 +304,13 @@ def _check_end(server: ServerProcess, run: _Load, outcome: Loaded) -> None:
     if not server.until_idle():
         fail(f"requests are under way, or pages are held: {server.metrics()}")
     outcome.preempted = int(server.metrics()["preempted_total"])
+    # Every tenth, since each is answered alone, and the server is idle meanwhile.
     for place in range(0, len(run.requests), 10):
         again = run._alone(run.requests[place])
         if any(one.difference(other) for one, other in zip(again, run.alone[place], strict=True)):
             fail(f"{run.requests[place]} has another answer after the load")
+    # After a quarter of the run: by then caches are full and the graphs captured, so growth is a
+    # leak.
     early = next(
         (
             usage

@@ -50,6 +50,8 @@ class ServerProcess:
         limits of its own, and is replaced."""
         totals = dict.fromkeys(("memory", "files", "threads"), 0)
         try:
+            # From /proc and not by the server's own word: a leak that it does not know of must
+            # show.
             for folder in (Path(f"/proc/{self.process.pid}"), *_answering(self.process.pid)):
                 status = dict(
                     line.split(":", 1) for line in (folder / "status").read_text().splitlines()
@@ -67,6 +69,8 @@ class ServerProcess:
         totals: dict[str, float] = {}
         for line in get(self.port, "/metrics").body.decode().splitlines():
             if line.startswith("weft_"):
+                # Labels are cut off, so that a figure is of the server and not of one rank or
+                # route.
                 name, value = re.split(r"{[^}]*}", line.removeprefix("weft_"))
                 totals[name] = totals.get(name, 0.0) + float(value)
         return totals
@@ -77,6 +81,7 @@ class ServerProcess:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             metrics = self.metrics()
+            # Pages too: a request that is gone from the queue may still hold some.
             if not (metrics["running"] or metrics["waiting"] or metrics["pages_held"]):
                 return True
             time.sleep(0.05)
@@ -109,6 +114,7 @@ def serving(
     Raises:
         RuntimeError: it ended before, or was too late.
     """
+    # The system chooses the port, so that several runs on one machine do not meet.
     words = [sys.executable, "-m", "weft", "serve", *flags, "--port", "0"]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
@@ -116,6 +122,7 @@ def serving(
             process = subprocess.Popen(
                 words, stdout=subprocess.PIPE, stderr=None if shows_log else file, text=True
             )
+        # Reading a line of the process has no time limit of its own: killing it ends the wait.
         late = threading.Timer(seconds, process.kill)
         late.start()
         try:
@@ -142,6 +149,7 @@ def write_record(folder: Path | None, name: str, record: Mapping[str, Any]) -> N
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         content = {
+            # Which kernels there are says nothing of a run on a CPU.
             "environment": {k: v for k, v in environment("cpu").items() if k != "ops"},
             **record,
         }
@@ -170,6 +178,7 @@ class Answer:
     @property
     def events(self) -> list[str]:
         """The data of its server-sent events."""
+        # Strict: whatever is not an event of data stays in the list, and is then not JSON.
         return [part.removeprefix("data: ") for part in self.body.decode().split("\n\n") if part]
 
 
@@ -185,6 +194,7 @@ def request_bytes(
     if body is not None:
         lines += [f"content-length: {len(body)}", "content-type: application/json"]
     lines += [f"{name}: {value}" for name, value in headers]
+    # Headers travel in Latin-1, so that an attack can have any byte in them.
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + (body or b"")
 
 
@@ -232,8 +242,11 @@ def read_answers(
     while len(answers) < most:
         event = parser.next_event()
         if event is h11.NEED_DATA:
+            # Only between answers: one that has begun must go on.
             may_end = parser.their_state is h11.SEND_RESPONSE and (answers or patience is not None)
             if may_end:
+                # Later answers are there at once or not at all, and an attack that gets fewer than
+                # it may should not cost the run seconds.
                 connection.settimeout((patience or 2.0) / (10 if answers else 1))
             try:
                 data = connection.recv(65536)
@@ -246,6 +259,7 @@ def read_answers(
             connection.settimeout(timeout)
             if not data and parser.their_state is h11.SEND_BODY:
                 assert head is not None
+                # A body that breaks off is no error of HTTP here: the caller says whether it may.
                 return [*answers, _answer(head, body, whole=False)]
             if not data:
                 return answers
@@ -259,6 +273,7 @@ def read_answers(
             assert head is not None
             answers.append(_answer(head, body))
             rest = parser.trailing_data[0]
+            # What follows such an answer on the connection is no answer.
             if head.status_code >= 400 and dict(head.headers).get(b"connection") == b"close":
                 return answers
             parser = _new_parser()
@@ -270,6 +285,8 @@ def read_answers(
 
 def _new_parser() -> h11.Connection:
     parser = h11.Connection(h11.CLIENT)
+    # h11 reads an answer only after a request. What was really sent may be no HTTP, so that it gets
+    # one that is.
     parser.send(h11.Request(method="GET", target="/", headers=[("host", "x")]))
     parser.send(h11.EndOfMessage())
     return parser

@@ -10,12 +10,14 @@ import attrs
 
 from weft.proofs.evidence.http.process import request_bytes
 
+# Small, so that a body that is too large is soon sent.
 MAX_BODY = 65_536
 # The limits of the server under attack.
 MAX_N = 16
 TEXT = {"prompt": "The function", "max_tokens": 4, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0}
 # A body that each route accepts.
+# As many fields as fit together, since attacks change those that are there.
 VALID: dict[str, dict[str, Any]] = {
     "/v1/completions": {
         **TEXT,
@@ -82,13 +84,16 @@ def post(
 def dump(value: Any) -> bytes:
     """JSON; half of the time with a number that is too large in place of infinity."""
     written = json.dumps(value)
+    # `Infinity` is no JSON, and refused by the parser; 1e999 is, and becomes infinite behind it.
     return (written.replace("Infinity", "1e999") if len(written) % 2 else written).encode()
 
 
 def size_attack(drawn: random.Random) -> Attack:
     """A body that is too large, too long for its length, or never ends."""
+    # Bytes and not a client: libraries refuse to send a wrong length.
     head = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
     body = dump(TEXT)
+    # Lengths that parsers read in different ways, which is how one request is smuggled in another.
     length = drawn.choice(
         [b"-1", b"abc", b"1e3", b"0x10", b" ", b"9" * 30, b"99999999", b"4, 5", b"+5", b"\xb2"]
     )
@@ -116,6 +121,8 @@ def size_attack(drawn: random.Random) -> Attack:
     name = drawn.choice([*whole, *lying])
     if name in whole:
         return post("size", name, *whole[name])
+    # The server may wait for the rest of a body that never comes, so that no answer is an answer
+    # too; and the rest of one that is too long may be read as further requests.
     return Attack("size", name, [("send", lying[name])], answers=3, patience=0.3)
 
 
@@ -125,6 +132,7 @@ def socket_attack(drawn: random.Random) -> Attack:
     whole = request_bytes(path, dump(VALID[path]))
     acts = {**_raw(drawn, path, whole), **_acts(drawn, whole)}
     name = drawn.choice([*acts])
+    # Up to 6 pipelined requests, and some for junk behind them.
     return Attack("socket", name, acts[name], answers=8, patience=2.0)
 
 
@@ -150,6 +158,7 @@ def _raw(drawn: random.Random, path: str, whole: bytes) -> dict[str, list[tuple[
         ),
     ]
     methods = b"TRACE", b"CONNECT", b"OPTIONS", b"PUT", b"DELETE", b"post", b"G\0T", b"A" * 500
+    # A length and chunks: where two servers believe different ones, the second request is smuggled.
     both = (
         b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\nGET /version"
         b" HTTP/1.1\r\nhost: 127.0.0.1"
@@ -164,6 +173,7 @@ def _raw(drawn: random.Random, path: str, whole: bytes) -> dict[str, list[tuple[
         "no host": b"GET /health HTTP/1.1" + _END,
         "two hosts": get + b"host: evil.example" + _END,
         "other host": b"GET /v1/models HTTP/1.1\r\nhost: evil.example" + _END,
+        # As a browser sends for a page of another site.
         "other origin": whole.replace(_END, b"\r\norigin: http://evil.example" + _END, 1),
         "large header": get + b"a: " + b"a" * 100_000 + _END,
         "many headers": get + b"a: b\r\n" * 5000 + b"\r\n",
@@ -195,6 +205,7 @@ def _acts(drawn: random.Random, whole: bytes) -> dict[str, list[tuple[str, Any]]
     )
     still = request_bytes("/v1/completions", dump(long))
     slow: list[tuple[str, Any]] = []
+    # Pieces of the head, slower than any network, and then gone.
     for at in range(0, 24, 8):
         slow += [("send", whole[at : at + 8]), ("wait", 0.02)]
     return {
@@ -209,6 +220,7 @@ def _acts(drawn: random.Random, whole: bytes) -> dict[str, list[tuple[str, Any]]
             ("send", whole[-4:]),
         ],
         "half-closed": [("send", whole), ("half_close", None)],
+        # Answers must come in order, each with its own length.
         "pipelined": [("send", whole * drawn.randint(2, 6))],
         "pipelined, then junk": [("send", whole + drawn.randbytes(20))],
         "stream, gone": [("send", stream), ("read", 300), ("reset", None)],
