@@ -51,7 +51,8 @@ from weft.proofs.evidence.runs.sabotage import (
 )
 from weft.transforms.pipelines.transports.launch import launch
 
-# Ranks of a pipeline.
+# Ranks of a pipeline. With four, some have no edge with the one that failed, and must hear of it
+# all the same.
 NUM_RANKS = (2, 3, 4)
 # Meshes whose ranks share each stage.
 MESHES = (Mesh(pipeline=1, tensor=2), Mesh(pipeline=1, tensor=3), Mesh(pipeline=2, tensor=2))
@@ -80,6 +81,8 @@ def cases() -> Iterator[Case]:
         (program.num_ranks, program.rank, index, str(effect))
         for num_ranks in NUM_RANKS
         for program in make_pipeline(num_ranks).programs(MICROBATCHES)
+        # The end is a place too: a rank that fails after its last effect has left nobody waiting in
+        # this step, and must be named in the next one.
         for index, effect in enumerate((*program.effects, "its end"))
     ]
     for step, turn in itertools.product((1, 0), range(len(WAYS))):
@@ -102,6 +105,7 @@ def cases_of_meshes() -> Iterator[Case]:
             *(_PLACES if isinstance(effect, Run) and effect.stage is not None else ()),
         )
     ]
+    # A run rarely has time for all of them. In order, the first ones would all be of one mesh.
     random.Random(0).shuffle(places)
     for step, turn in itertools.product((1, 0), range(len(WAYS))):
         for number, (mesh, rank, index, effect, place) in enumerate(places):
@@ -109,6 +113,8 @@ def cases_of_meshes() -> Iterator[Case]:
                 instruction = "its end"
             else:
                 instruction = str(effect)
+            # Before the collective the others know of the effect; from there on, of the collective
+            # in it.
             if effect is not None and place is not None and place.moment != "before":
                 instruction = in_collective(mesh, rank, place.index)
             way = [*WAYS][(number + turn) % len(WAYS)]
@@ -139,6 +145,7 @@ def no_longer_than(seconds: float) -> Iterator[None]:
         raise TimeoutError(f"it hangs for {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, late)
+    # A signal, since what hangs may be a wait in another library, which no time-out of ours ends.
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
@@ -158,6 +165,7 @@ def cases_at_any_time() -> Iterator[Case]:
     while True:
         num_ranks, tensor = chance.choice(sizes)
         rank = chance.randrange(num_ranks)
+        # Only killed: to raise or to stall at any time would take code at every place.
         yield Case(num_ranks, rank, -1, "kill", -1, "", tensor, delay=chance.random() * LATEST)
 
 
@@ -167,12 +175,15 @@ def run_case(case: Case, target: Callable[[Case, Path], None] = run_rank) -> Out
         folder = Path(name)
         heard = None
         try:
+            # That the launcher itself does not hang is part of the promise.
             with no_longer_than(HANG + 2 * case.timeout):
                 launch(target, case.num_ranks, case, folder, timeout=case.timeout)
         except Exception as error:
             heard = error
         ended = time.monotonic()
         if (folder / "failed").exists():
+            # The failing rank writes the time itself, just before it fails: the start of its
+            # process is not counted. A monotonic clock is one for all processes of a machine.
             began = float((folder / "failed").read_text())
         else:
             began = ended
@@ -194,13 +205,16 @@ def _wrong(
     """What is not as it should be."""
     reports = [record["about"] for rank, record in records.items() if rank != case.rank]
     said = reports[0][1] if reports else ""
+    # The number of a collective depends on how many came before it in earlier steps.
     numbered = case.collective is not None and str(said).startswith(f"{case.instruction}, number ")
+    # Where any instruction will do, all ranks must still say the same one.
     expected = [case.rank, said if numbered or not case.instruction else case.instruction]
     for rank in range(case.num_ranks):
         if rank != case.rank and rank not in records:
             return f"rank {rank} raised nothing"
         if rank != case.rank and records[rank]["about"] != expected:
             return f"rank {rank} said {records[rank]['about']}: {records[rank]['error']}"
+    # A rank that raises has an error of its own, which is worth more than that it failed.
     if isinstance(heard, Planted) if case.way == "raise" else isinstance(heard, RankError):
         if not isinstance(heard, RankError):
             said = expected
@@ -210,6 +224,7 @@ def _wrong(
         return f"the launcher said {heard!r}"
     if said != expected:
         return f"the launcher said {said}"
+    # A process that was stopped takes no signal but SIGKILL, and is easily left behind.
     if any(Path(f"/proc/{record['pid']}").exists() for record in records.values()):
         return "a process is left"
     if seconds > case.timeout + LIMIT:

@@ -22,6 +22,7 @@ from weft.proofs.checks.difference import LawViolation
 
 # Engines a seed.
 _AT_ONCE = 40
+# No database: a run is told by its seed.
 _PHASES = [Phase.generate, Phase.shrink]
 
 

@@ -50,9 +50,12 @@ QWEN3_0_6B = {
 
 def copy_bandwidth(device: str = "cuda") -> float:
     """Bytes a second, read and written, of a large copy on the device."""
+    # 1 GiB on a GPU, many times its cache. A small copy would measure the cache, and the floor
+    # would be too low.
     source = torch.randn(2**28 if device == "cuda" else 2**22, device=device)
     target = torch.empty_like(source)
     seconds = device_seconds(lambda: target.copy_(source), repeats=10, device=device)
+    # Twice, since a copy reads and writes each byte.
     return 2 * source.numel() * source.element_size() / seconds
 
 
@@ -76,6 +79,7 @@ def device_seconds(fn: Callable[[], Any], repeats: int, device: str = "cuda") ->
         end.record()
         torch.cuda.synchronize()
         rounds.append(start.elapsed_time(end) / 1000 / repeats)
+    # The median of three: the first round may still compile, and a clock may change in one.
     return float(sorted(rounds)[1])
 
 
@@ -93,6 +97,7 @@ def time_decode(
     do."""
     runner = make_runner(model, Limits(num_reqs, 4096), num_stages=num_stages, mode=mode)
     repeats = 30
+    # Room for all steps of all rounds, so that no request comes to its end while it is timed.
     lengths = [context + 4 * (repeats + 2)] * num_reqs
     state = make_state(
         model,
@@ -114,8 +119,11 @@ def time_decode(
     seconds = device_seconds(step, repeats, model.device.type)
     config = model.config
     kv_bytes = (
+        # Keys and values, of two bytes each.
         2 * config.num_layers * config.num_kv_heads * config.head_dim * 2 * num_reqs * context
     )
+    # The whole embedding is counted, although a step reads few of its rows: it is tied to the head,
+    # which reads all.
     floor = (num_bytes(model.params) + kv_bytes) / bandwidth
     infos = [graph.cache_info() for graph in runner.graphs]
     return {
@@ -164,6 +172,7 @@ def run_command(*arguments: str) -> dict[str, Any]:
     """Run `python -m weft ...` and keep what it printed."""
     command = [sys.executable, "-m", "weft", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # The record must not name a folder of one machine.
     shown = " ".join(("weft", *arguments)).replace(str(DEMO), "stages/demo")
     return {"command": shown, "exit": done.returncode, "stdout": done.stdout, "stderr": done.stderr}
 

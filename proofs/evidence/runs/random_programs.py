@@ -95,6 +95,7 @@ class Run:
     @property
     def refused_share(self) -> float:
         """The share of programs that weft refused."""
+        # Beside the differences: a weft that refused everything would have none.
         return self.tally.refused.total() / max(self.tally.programs, 1)
 
     @property
@@ -155,6 +156,8 @@ def run(
         def is_over(num_pending: int = 0) -> bool:
             late = minutes is not None and time.monotonic() - start > 60 * minutes
             return (
+                # Batches under way count as if they were done, so that no worker begins one too
+                # many.
                 late or total.ended or total.tally.programs + num_pending * _AT_ONCE >= num_programs
             )
 
@@ -171,7 +174,10 @@ def run(
                 add(_check_batch(device, next(seeds), law))
             return total
         with ProcessPoolExecutor(
-            workers, multiprocessing.get_context("spawn"), _start_worker
+            # Not forked: a process that has used CUDA, or threads, cannot be.
+            workers,
+            multiprocessing.get_context("spawn"),
+            _start_worker,
         ) as pool:
             pending: set[Future[Run]] = set()
             while not is_over() or pending:
@@ -185,11 +191,13 @@ def run(
 
 def _start_worker() -> None:
     """What a process does before its first program."""
+    # Several processes share the cores already, and sums then have one order.
     torch.set_num_threads(1)
     # Or cuBLAS raises under deterministic algorithms
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
+# No Exception, which Hypothesis would take for a failure of the case.
 class _DeviceFailed(BaseException):
     """The device failed. It runs no program after that, so Hypothesis must not make this one small."""
 
@@ -217,6 +225,8 @@ def _check_batch(device: str, seed: int, law: str) -> Run:
         except LawViolation:
             failing.append(program)
             raise
+        # Which program made it fail is known only if each is waited for; the last one is the best
+        # guess.
         except torch.AcceleratorError as error:
             failing.append(program)
             raise _DeviceFailed(str(error).splitlines()[0]) from error
@@ -233,6 +243,8 @@ def _check_batch(device: str, seed: int, law: str) -> Run:
     except hypothesis.errors.Flaky as error:
         if not failing:  # the device or the strategy failed, and not a law
             raise
+        # There is no smallest case of Hypothesis's own: it stopped because the same program did not
+        # fail again.
         smallest = min(failing, key=lambda program: len(repr(program)))
         batch.differences.append(Difference(seed, f"not always: {error}", repr(smallest)))
     return batch

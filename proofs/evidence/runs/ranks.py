@@ -71,12 +71,15 @@ def draw_traces(count: int, min_layers: int) -> list[Trace]:
 
     @settings(
         max_examples=count,
+        # Every process draws for itself, and all must draw the same: nothing is sent, which could
+        # be wrong in the same way as what is tested.
         derandomize=True,
         database=None,
         deadline=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
+    # Each rank needs a layer at least.
     @given(traces(min_layers=min_layers, max_layers=max(min_layers, 3)))
     def keep(trace: Trace) -> None:
         drawn.append(trace)
@@ -90,6 +93,8 @@ def make_run(
 ) -> PipelineExecutor | StepExecutor:
     """What does the trace's work, for the ranks that run here."""
     here = transport.ranks(num_stages)
+    # Only this rank's part is kept, as in service: a rank that could read another's state might do
+    # so.
     params = tuple(trace.params(num_stages, device)[rank] for rank in here)
     state = tuple(trace.state(num_stages, device)[rank] for rank in here)
     if variant != "whole step":
@@ -111,6 +116,7 @@ def check_trace(trace: Trace, variant: str, transport: Distributed, row: Row) ->
     num_ranks = transport.num_ranks
     device = transport.device
     spread = make_run(trace, variant, num_ranks, transport, device)
+    # In the same variant and on the same device, so that the bits must be equal.
     alone = make_run(trace, variant, num_ranks, Local(), device)
     for here, there in zip(serve(trace, spread), serve(trace, alone), strict=True):
         law = f"{variant}, rank {rank} of {num_ranks}, {trace!r}"
@@ -120,6 +126,8 @@ def check_trace(trace: Trace, variant: str, transport: Distributed, row: Row) ->
         assert_equal(
             f"{law}: outputs", [out for _, out in here.done], [out for _, out in there.done]
         )
+        # In the midst of its steps a rank may be ahead of another, so that only settled states
+        # compare.
         if here.settled:
             assert_equal(f"{law}: state", visible(spread.state), visible([alone.state[rank]]))
         row.steps += len(here.works)
@@ -135,6 +143,7 @@ def count_captures(run: PipelineExecutor | StepExecutor) -> int:
     else:
         steps = [*run.pipelined.stages]
     for index, step in enumerate(steps):
+        # Stages may have wrappers around their graphs.
         while not isinstance(step, Graphified) and hasattr(step, "__wrapped__"):
             step = step.__wrapped__
         steps[index] = step
@@ -149,6 +158,8 @@ def run(
     transport = Distributed(backend=backend, timeout=timeout)
     drawn = draw_traces(num_traces, transport.num_ranks)
     rows = [Row(variant) for variant in variants]
+    # The ranks compare equal things, so that one of them may speak for all. A difference is raised
+    # on any.
     say = print if transport.rank == 0 else lambda *_, **__: None
     say(
         f"{transport!r}, rank 0 of {transport.num_ranks}, against one process: tokens, logits and"
@@ -197,6 +208,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="a folder for the record")
     args = parser.parse_args(argv)
     work: tuple[Any, ...] = (args.traces, tuple(args.variants), args.backend, args.timeout)
+    # Torchrun has started the processes, and says so in the environment.
     under_torchrun = "RANK" in os.environ
     ranks = int(os.environ.get("WORLD_SIZE", args.ranks))
     call: Callable[..., Any] = run

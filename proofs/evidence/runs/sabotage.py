@@ -25,7 +25,8 @@ from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.worker import Link, Worker
 
-# Steps that a run would take.
+# Steps that a run would take. Ranks fail in the first or the second: one that has not noticed would
+# go on with the others.
 STEPS = 4
 MICROBATCHES = 2
 # Rows of the batch.
@@ -47,9 +48,12 @@ def _raise() -> None:
 
 WAYS: dict[str, Callable[[], None]] = {
     "raise": _raise,
+    # Without cleaning up: no handler runs that could tell the others.
     "exit": lambda: os._exit(3),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    # Alive and answering, but without progress: only a time-out tells it from a slow rank.
     "stall": lambda: time.sleep(3600),
+    # No thread of the process runs any more, so that it cannot even say that it stands still.
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
 }
 
@@ -151,10 +155,13 @@ class Failing(Worker):
         if place.moment == "before":
             owner = link
         else:
+            # The link tells the others where it is, and its end carries the tensor: patched at one
+            # or the other, the failure comes before or after the others know.
             owner = link.end
         perform, count = owner.perform, itertools.count()
 
         def failing(*args: Any) -> torch.Tensor:
+            # Counted here, since a run of a stage has several collectives through one object.
             now = next(count) == place.index
             if now and place.moment != "after":
                 fail(self.case, self.folder)
@@ -168,6 +175,7 @@ class Failing(Worker):
 
 def fail(case: Case, folder: Path) -> None:
     """Fail as the case says; the time is written down."""
+    # Before it fails, since afterwards it cannot.
     (folder / "failed").write_text(repr(time.monotonic()))
     WAYS[case.way]()
 
@@ -209,11 +217,14 @@ class Sabotaged:
     def run(self, checked: CheckedPrograms, workers: Sequence[Worker], mail: Any, /) -> None:
         now = self.steps == self.case.step
         self.steps += 1
+        # Workers are replaced and not the stages: the failure lies in the effect, as a rank's own
+        # would.
         used = [
             self._failing(worker) if now and worker.rank == self.case.rank else worker
             for worker in workers
         ]
         self.transport.run(checked, used, mail)
+        # Still here, so that the place was the end of the program.
         if now and self.case.rank in (worker.rank for worker in workers):
             fail(self.case, self.folder)
 
@@ -233,6 +244,7 @@ def scale_together(
     p: torch.Tensor, s: torch.Tensor, batch: torch.Tensor, x: torch.Tensor | None
 ) -> tuple[Any, torch.Tensor]:
     """A stage that ranks share, with two collectives."""
+    # Two different collectives, so that an error can name the wrong one.
     y = all_reduce((batch if x is None else x) * p, "tensor")
     return s + y.sum(), all_gather(y[:, None] + axis_index("tensor"), "tensor", dim=1).mean(1)
 
@@ -265,6 +277,7 @@ def run_rank(case: Case, folder: Path) -> None:
         threading.Timer(case.delay, fail, (case, folder)).start()
     try:
         take_steps(case, folder)
+    # Also a KeyboardInterrupt or a SystemExit: whatever ends the rank is what it says.
     except BaseException as error:
         if isinstance(error, RankError):
             about = (error.rank, error.instruction)
@@ -283,6 +296,7 @@ def take_steps(case: Case, folder: Path) -> None:
     param, batch = (
         torch.tensor(x, device=transport.device) for x in (2.0, [float(row) for row in range(ROWS)])
     )
+    # A rank that is killed at any time must find the others still at work.
     for _ in range(STEPS) if case.delay is None else itertools.count():
         state, _ = step((param,), state, batch)
     transport.synchronize()

@@ -149,6 +149,8 @@ def _with_ladder(
         scenario = data.draw(strategies.scenarios(min_layers=min_layers, loras=loras))
         law(
             scenario,
+            # A ladder that covers all batches captures all; one that does not also runs steps
+            # without a graph.
             data.draw(strategies.ladders(scenario.batches(), covered=data.draw(st.booleans()))),
             device,
         )
@@ -170,6 +172,7 @@ def _pipelined(data: st.DataObject, device: str) -> None:
 def _pipelined_functions(data: st.DataObject, device: str) -> None:
     functions = data.draw(strategies.stage_lists())
     rows = data.draw(st.integers(1, 6))
+    # Rows that all differ, so that none can stand for another.
     x = torch.arange(rows * 4, dtype=torch.float32).reshape(rows, 4).cos()
     pipeline_is_composition_on_functions(functions, x, data.draw(st.integers(1, 3)), device)
 
@@ -228,6 +231,7 @@ def _commuted(data: st.DataObject, device: str) -> None:
     ladder = data.draw(strategies.ladders(scenario.batches()))
     microbatches = data.draw(st.integers(1, 3))
     if microbatches > 1:
+        # Splitting a ragged batch reads the host, which a graph cannot do.
         ladder = tuple(d for d in ladder if is_uniform(d))
     transforms_commute(
         scenario,
@@ -301,6 +305,8 @@ def _drafted(drafts: st.SearchStrategy[Drafts]) -> Callable[[st.DataObject, str]
         num_stages = trace.config.num_layers - data.draw(
             st.integers(0, trace.config.num_layers - 1)
         )
+        # Hypothesis shrinks towards the first: a smallest case runs without graphs where it still
+        # fails.
         mode = data.draw(st.sampled_from(("none", *MODES, "none")))
         speculation_changes_nothing(trace, num_stages, mode, device)
 
@@ -359,6 +365,8 @@ def _attended(data: st.DataObject, device: str) -> None:
     model = small_model()
     attention = data.draw(other_attentions(model.config.num_layers))
     with warnings.catch_warnings():
+        # Back ends that cannot be in a graph lower the mode, which is right, and part of what is
+        # drawn.
         warnings.simplefilter("ignore", LoweredModeWarning)
         try:
             own_stages_serve_as_alone(load, attention, [None] * len(load.calls), device)
@@ -580,6 +588,7 @@ def find(number: str, part: str = "") -> Law:
         ArgumentError: there is no such law, or more than one.
     """
     matches = [law for law in LAWS if law.number == number and part in law.name]
+    # A whole name comes first, since some laws' names begin with another's.
     matches = [law for law in matches if law.name == part] or matches
     if len(matches) != 1:
         if matches:
