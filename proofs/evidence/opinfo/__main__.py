@@ -55,6 +55,7 @@ def settings_of(arguments: Sequence[str] | None = None) -> tuple[Settings, Path]
         ("dtypes", dtypes, DTYPES),
         ("transforms", transforms, TRANSFORMS),
     ):
+        # A name that is misspelt would select nothing, and a run of nothing has no fault.
         if unknown := [name for name in names if name not in choices]:
             parser.error(f"--{option} {unknown[0]}: write some of {','.join(choices)}")
     if min(args.jobs, 1 if args.samples is None else args.samples) < 1:
@@ -80,16 +81,20 @@ def settings_of(arguments: Sequence[str] | None = None) -> tuple[Settings, Path]
 
 def main() -> int:
     """Run what the command line asks for, and write the record."""
+    # Read before the database is, which takes seconds: an error of the command line should not.
     settings, folder = settings_of()
     todo = tasks(settings)
     start = time.monotonic()
     record = Record(attrs.asdict(settings), len(todo))
     try:
+        # No smoothing: operators take from milliseconds to minutes, so that only the mean rate says
+        # anything.
         with tqdm(run_all(settings, todo), total=len(todo), unit="operator", smoothing=0) as bar:
             for results in bar:
                 record.add(results)
                 for fault in (outcome for outcome in results if outcome.kind in FAULTS):
                     bar.write(f"{fault.kind}: {fault.arguments or fault.operator}: {fault.detail}")
+    # The order of tasks is shuffled, so that what was done by now is a fair sample, worth a record.
     except KeyboardInterrupt:
         print("interrupted: the record holds what was done")
     record.seconds = time.monotonic() - start

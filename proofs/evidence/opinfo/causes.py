@@ -10,6 +10,7 @@ from weft.proofs.checks.difference import find_difference
 from weft.proofs.checks.elements import Tolerance
 
 # The relative and absolute tolerance of sums whose order varies.
+# Other dtypes have none: sums of integers do not depend on their order.
 _TOLERANCES = {"float32": 1e-3, "complex64": 1e-3, "bfloat16": 2e-1}
 
 
@@ -37,6 +38,7 @@ class Cause:
     def concerns(self, case: Case, device: str) -> bool:
         """Whether the cause is one for this case."""
         return (
+            # By case, since names in the database differ by it; `fnmatch` asks the system.
             any(fnmatchcase(case.operator, pattern) for pattern in self.operators)
             and (not self.transforms or case.transform in self.transforms)
             and (not self.devices or device in self.devices)
@@ -45,6 +47,8 @@ class Cause:
     def allows(self, case: Case, result: Any, expected: Any) -> bool:
         """Whether values that differ in their bits may be results of the case."""
         limit = _TOLERANCES.get(case.dtype, 0.0)
+        # Without `nearly` any values are allowed: a cause is a hole in the test, and is kept to the
+        # transforms and devices that it concerns.
         return not self.nearly or find_difference(result, expected, Tolerance(limit, limit)) is None
 
 

@@ -81,9 +81,13 @@ def outcomes(
         for transform in transforms:
             for case in cases(entry, transform, dtype, device, samples, seed):
                 yield (outcome := run(case, device))
+                # After such an error every call fails, which would count as faults of operators
+                # that have none.
                 if outcome.device_lost:
                     yield Outcome("torch", case.operator, transform, dtype, case.sample, _NOT_RUN)
                     return
+    # After each operator: graphs in cycles would keep their memory, and a later one would run out
+    # of it.
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -93,6 +97,7 @@ def run(case: Case, device: str) -> Outcome:
     """Run one case."""
     try:
         return _outcome(case, *_compare(case))
+    # Causes first, since they are known; whether eager repeats costs five more runs.
     except _Differs as mismatch:
         when, difference, *values = mismatch.args
         for cause in causes_of(case, device):
@@ -101,6 +106,8 @@ def run(case: Case, device: str) -> Outcome:
         if _repeats(case):
             itself = ""
         else:
+            # Still a difference and not excused: an operator that does not repeat needs a cause
+            # with a reason.
             itself = " (eager differs from itself)"
         return _outcome(case, "differs", f"{when}: {difference}{itself}")
     except WeftError as error:
@@ -127,19 +134,25 @@ def _compare(case: Case) -> tuple[str, str]:
         _Differs: a result is not that of eager.
         Exception: whatever the graphified function raises, and eager does not.
     """
+    # A new one for each case, so that no graph of another sample answers.
     graphified = graphify(case.fn)
+    # Eager first: where it raises, there is nothing to compare.
     expected, error = _eager(case, case.tensors)
     if error is not None:
         try:
             _call(graphified, case.tensors)
         except Exception:
             return "raises", _in_words(error)
+        # The error need not be the same one: a refusal is as good where the function itself has no
+        # result.
         raise _Differs("capture", f"no error, where eager raises {_in_words(error)}")
     calls = [("capture", expected, _call(graphified, case.tensors))]
+    # The same values again: a graph that reads its capture's inputs is still right.
     calls.append(("replay", expected, _call(graphified, case.tensors)))
     if case.other_tensors is not None:
         expected, error = _eager(case, case.other_tensors)
         if error is None:
+            # Other values of the same shapes: what was frozen at the capture is wrong here.
             calls.append(("new values", expected, _call(graphified, case.other_tensors)))
     for (
         when,
@@ -147,6 +160,7 @@ def _compare(case: Case) -> tuple[str, str]:
         result,
     ) in calls:  # compared last, so that a replay which overwrites earlier results is seen
         _assert_equal(when, result, expected)
+    # Right results do not say that there was a graph: weft may have run the function itself.
     if graphified.cache_info().captures:
         return "same", ""
     return "inline", str(graphified.explain(*case.tensors)).partition("\n")[0]
@@ -161,7 +175,9 @@ def _eager(case: Case, tensors: Sequence[Tensor]) -> tuple[Any, Exception | None
 
 def _call(fn: Any, tensors: Sequence[Tensor]) -> Any:
     """A function's result on copies of its arguments, and these copies after the call."""
+    # Copies, since an operator may write to its arguments; what it wrote is part of the result.
     arguments = copies(tensors)
+    # After the copies, which must not come between the seed and the draw.
     seed_all(_SEED)
     return fn(*arguments), arguments
 
@@ -178,6 +194,7 @@ def _assert_equal(when: str, result: Any, expected: Any) -> None:
     ):
         if not isinstance(a, Tensor):
             continue
+        # Before the values: a difference of structure is never excused by a cause of torch's.
         if type(a) is not type(b):
             raise _Differs(when, f"{path}: class {type(a).__name__} against {type(b).__name__}")
         if a.layout is not b.layout:
@@ -193,6 +210,7 @@ def _assert_equal(when: str, result: Any, expected: Any) -> None:
 def _strides(x: Tensor) -> tuple[int, ...]:
     """The strides along axes on which there are several elements."""
     if x.numel():
+        # The stride of an axis of one element reaches nothing, and operators set it to any number.
         return tuple(step for size, step in zip(x.shape, x.stride(), strict=True) if size > 1)
     return ()
 
@@ -202,6 +220,7 @@ def _repeats(case: Case) -> bool:
     try:
         first = _call(case.fn, case.tensors)
         results = []
+        # Several times: a sum whose order varies may come out the same by chance.
         for _ in range(5):
             again = _call(case.fn, case.tensors)
             results.append(again)  # so that memory which nothing has written is other memory
@@ -213,5 +232,6 @@ def _repeats(case: Case) -> bool:
 
 
 def _in_words(error: BaseException) -> str:
+    # The first line: the rest of a CUDA error is advice, which is the same for all.
     text = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {text[:300]}"

@@ -47,6 +47,7 @@ class Record:
         for outcome in outcomes:
             self.counts[outcome.transform, outcome.dtype, outcome.kind] += 1
             if outcome.kind in _LISTED:
+                # By the reason and not by the operator: one limit of weft concerns many operators.
                 operators = self.listed[outcome.kind].setdefault(_general(outcome.detail), {})
                 operators.setdefault(outcome.operator, set()).add(outcome.transform)
             elif outcome.kind in FAULTS:
@@ -61,6 +62,7 @@ class Record:
     def as_json(self, environment: dict[str, Any]) -> dict[str, Any]:
         """The whole record."""
         counts: dict[str, Any] = defaultdict(lambda: defaultdict(dict))
+        # Sorted throughout, as workers end in any order: two records of one build must be equal.
         for (transform, dtype, kind), count in sorted(self.counts.items()):
             counts[transform][dtype][kind] = count
         listed = {
@@ -132,6 +134,7 @@ class Record:
                 *key,
                 ", ".join(sorted({o.dtype for o in outcomes})),
                 len(outcomes),
+                # The first sample is enough to run it again by itself.
                 outcomes[0].sample,
                 outcomes[0].detail[:_LONGEST],
             )

@@ -73,6 +73,7 @@ def tasks(settings: Settings) -> list[Task]:
         for index, name in enumerate(names)
         if settings.operators in name
     ]
+    # A generator of its own, so that nothing else that draws changes the order.
     order = torch.randperm(len(selected), generator=torch.Generator().manual_seed(settings.seed))
     return [selected[i] for i in order.tolist()]
 
@@ -81,10 +82,12 @@ class Worker:
     """A process that runs tasks, one at a time."""
 
     def __init__(self, settings: Settings) -> None:
+        # Not forked: CUDA does not work in a fork of a process that has used it.
         context = multiprocessing.get_context("spawn")
         self.end, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, settings), daemon=True)
         self.process.start()
+        # Or this process would hold the other end open, and never see that the worker has died.
         theirs.close()
         self.task: Task | None = None
         self.num_tasks = 0
@@ -113,6 +116,7 @@ class Worker:
                 return results
             except (EOFError, ConnectionError):
                 self.process.join()
+                # The code of a signal says how: a segmentation fault is -11.
                 fault = f"the process ended with code {self.process.exitcode}"
         elif time.monotonic() - self.since > LONGEST:
             self.process.kill()
@@ -144,8 +148,10 @@ def run_all(settings: Settings, todo: Sequence[Task]) -> Iterator[list[Outcome]]
                         worker = workers[i] = Worker(settings)
                     worker.give(waiting.popleft())
             busy = [worker for worker in workers if worker.task is not None]
+            # Operators in work may end, since half an operator is no outcome.
             if not busy or time.monotonic() > deadline + _GRACE:
                 return
+            # With a time limit: a worker that hangs sends nothing, and must be noticed too.
             ready = set(wait([worker.end for worker in busy], timeout=1.0))
             for worker in busy:
                 task = worker.task
@@ -157,6 +163,8 @@ def run_all(settings: Settings, todo: Sequence[Task]) -> Iterator[list[Outcome]]
                     if (
                         worker.num_tasks > 1 and results[-1].sample == NO_SAMPLES
                     ):  # an earlier operator may be the cause
+                        # At the end, in a new process: if it fails there as the first one, it is
+                        # its own fault.
                         waiting.append(task)
                         continue
                 yield results
@@ -173,6 +181,7 @@ def _deadline(settings: Settings) -> float:
 
 def _serve(end: Connection, settings: Settings) -> None:
     """The loop of a worker: a task in, its outcomes out."""
+    # Workers share the cores, and a sum by several threads has no fixed order.
     torch.set_num_threads(1)
     database: tuple[Any, ...] = operator_database()
     gc.freeze()  # the database is large, and captures collect garbage
@@ -191,6 +200,7 @@ def _serve(end: Connection, settings: Settings) -> None:
                 settings.samples,
                 settings.seed,
             )
+        # Torch could not make the samples, which says nothing of weft.
         except NoSamplesError as error:
             results.append(
                 Outcome("torch", task.operator, "any", task.dtype, NO_SAMPLES, str(error))
@@ -198,7 +208,14 @@ def _serve(end: Connection, settings: Settings) -> None:
         except Exception as error:
             results.append(
                 Outcome(
-                    "crash", task.operator, "any", task.dtype, -1, f"no outcome: {error!r:.300}"
+                    # An error outside of a case, such as in the database itself: reported, or the
+                    # task would be lost.
+                    "crash",
+                    task.operator,
+                    "any",
+                    task.dtype,
+                    -1,
+                    f"no outcome: {error!r:.300}",
                 )
             )
         end.send(results)
