@@ -27,9 +27,13 @@ from weft.transforms.graphs.ladder import MODES, Ladder, Limits, make_ladder
 def unknown_descriptor(path: Path, name: str) -> Any:
     """A descriptor with unknown values, valid or not. All its fields are `int` or `int | None`."""
     cls = BatchDescriptor  # looked up here, so that a test can run the proof on another class
+    # Without the constructor, which would refuse invalid values: the order is proved for those as
+    # well.
     descriptor = object.__new__(cls)
     for field in attrs.fields(cls):
         label = f"{name}.{field.name}"
+        # A field of a new kind must be made unknown on purpose. Left out, it would be the same
+        # everywhere, and the proof would say nothing of it.
         if field.type not in (int, int | None):
             raise TypeError(
                 f"{label} is a {field.type}, which weft.proofs.evidence.solver.dispatch_proof cannot make"
@@ -49,6 +53,7 @@ class AnyClass:
         self.name = name
 
     def covers(self, other: "AnyClass") -> bool:
+        # Reflexive by construction. The other two properties of an order are assumptions.
         return self is other or self.path.branch(_covers(self.name, other.name))
 
     def __eq__(self, other: object) -> bool:
@@ -56,6 +61,8 @@ class AnyClass:
             isinstance(other, AnyClass) and self.path.branch(_equals(self.name, other.name))
         )
 
+    # Unknown, but a function of the class alone: between those that cover one batch, what a rung
+    # pads differs by the rung.
     def excess(self, _: "AnyClass") -> dict[str, Any]:
         return {"padding": unknown(self.path, _padding(self.name))}
 
@@ -82,6 +89,8 @@ def partial_order(names: Sequence[str]) -> list[z3.BoolRef]:
     ones pad the same."""
     pairs = list(permutations(names, 2))
     triples = permutations(names, 3)
+    # Equality is defined by the order, so that two rungs may be equal without being the same
+    # object.
     order = [_equals(a, b) == z3.And(_covers(a, b), _covers(b, a)) for a, b in pairs]
     order += [
         z3.Implies(z3.And(_covers(a, b), _covers(b, c)), _covers(a, c)) for a, b, c in triples
@@ -94,6 +103,8 @@ def partial_order(names: Sequence[str]) -> list[z3.BoolRef]:
 def decided_rightly(descriptor: Any, ladder: Ladder[Any]) -> dict[str, Any]:
     """The claims about one decision, by name."""
     decision = dispatch(descriptor, ladder)
+    # Called twice, since a decision may depend on the order of a set, or on what an earlier call
+    # left.
     again = dispatch(descriptor, ladder)
     full, pieces = (
         [d for d in classes if d.covers(descriptor)] for classes in (ladder.full, ladder.piecewise)
@@ -102,10 +113,13 @@ def decided_rightly(descriptor: Any, ladder: Ladder[Any]) -> dict[str, Any]:
         ("full", full) if full else ("piecewise", pieces) if pieces else ("none", [descriptor])
     )
     chosen = decision.descriptor
+    # Written from the promise and not from the code of `dispatch`: with the same code on both sides
+    # the claim could not fail.
     least = [d for d in covering if not any(d != other and d.covers(other) for other in covering)]
     costs = {id(d): tuple(excess(d, descriptor).values()) for d in (*least, chosen)}
     return {
         "sound": chosen.covers(descriptor),
+        # By identity: an equal class that is not in the ladder has no graph.
         "total, by mode": decision.mode == mode and any(chosen is d for d in covering),
         "deterministic": again.mode == decision.mode and again.descriptor is chosen,
         "least": not any(d != chosen and chosen.covers(d) for d in covering),
@@ -118,6 +132,7 @@ def reaches_its_own(rung: Any, ladder: Ladder[Any]) -> dict[str, Any]:
     it."""
     decision = dispatch(rung, ladder)
     whole = any(d.covers(rung) for d in ladder.full)
+    # A rung of pieces that a whole graph covers is never reached, and rightly so.
     shadowed = whole and not any(rung is d for d in ladder.full)
     mode = "full" if whole else "piecewise"
     return {"reachable": decision.mode == mode and (shadowed or decision.descriptor == rung)}
@@ -129,6 +144,8 @@ def prove_order() -> Iterator[Verdict]:
     def antisymmetric(path: Path) -> dict[str, Any]:
         a = unknown_descriptor(path, "a")
         b = unknown_descriptor(path, "b")
+        # If a field were left out of `covers`, two classes that differ in it would cover each
+        # other.
         return {"antisymmetric": (a.covers(b) and b.covers(a)) == (a == b)}
 
     def transitive(path: Path) -> dict[str, Any]:
@@ -152,6 +169,7 @@ def prove_valid() -> Iterator[Verdict]:
         try:
             descriptor: Any = BatchDescriptor(tokens, reqs, query_len)
         except ValueError:
+            # Nothing is claimed of what the constructor refuses.
             return {}
         return {"T = R*q": descriptor.num_tokens.term == descriptor.num_reqs.term * query_len.term}
 
@@ -183,6 +201,8 @@ def prove_dispatch(any_classes: int, classes: int) -> Iterator[Verdict]:
         ("BatchDescriptor", unknown_descriptor, classes),
     )
     for kind, make, most in kinds:
+        # Each way to share so many rungs among whole graphs and pieces: dispatch prefers the
+        # former.
         for count, cut in ((n, cut) for n in range(1, most + 1) for cut in range(n + 1)):
             names = [f"rung {i}" for i in range(count)]
             if make is AnyClass:
@@ -194,6 +214,7 @@ def prove_dispatch(any_classes: int, classes: int) -> Iterator[Verdict]:
                 shown,
                 [
                     prove(shown, claim(make, subject, names, cut), assumed)
+                    # A batch of any class, and each rung's own.
                     for subject in ("batch", *names)
                 ],
             )
@@ -225,6 +246,7 @@ def prove_ladders() -> Iterator[Verdict]:
             return make_ladder(mode, most, candidates)
         except DescriptorError:
             room = min(most.max_num_reqs, most.max_num_tokens // max(query_lens))
+            # Only a refusal of sizes that are all too large is right.
             if any(size <= room for size in candidates):
                 raise
             return Ladder()
@@ -249,6 +271,7 @@ def prove_ladders() -> Iterator[Verdict]:
     def uncut(path: Path) -> dict[str, Any]:
         most = limits(path)
         fewer = limits(path, reqs="fewer reqs")
+        # The same sizes under two limits: unknowns of one name are one number.
         ladders = [ladder_within(limit, sizes(path)).piecewise for limit in (most, fewer)]
         whole, cut = ([d.num_tokens for d in pieces if not is_uniform(d)] for pieces in ladders)
         less = limits(path, tokens="fewer tokens")
@@ -268,7 +291,9 @@ def prove_ladders() -> Iterator[Verdict]:
         "fewer reqs",
         "fewer tokens",
     ]
+    # What `Limits` and `make_ladder` themselves require of their arguments.
     assumed = [z3.Int(name) >= 1 for name in at_least_1] + [z3.Int("loras") >= 0]
+    # Decodes without drafts, and with: lengths are known numbers, as `rungs` needs them.
     for mode, query_lens in product(MODES, ((1,), (3,))):
         yield prove(
             f"{mode}, query length {query_lens[0]}: the ladder is within its limits",

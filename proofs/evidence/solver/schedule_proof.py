@@ -30,6 +30,8 @@ Place = tuple[int, int]  # an effect's rank, and its index in that rank's progra
 def choice(path: Path, name: str, values: Sequence[Any]) -> Any:
     """An unknown one of several values."""
     number = z3.Int(name)
+    # The last value is what is left: an unknown that is none of them would be a path without a
+    # meaning.
     for index, value in enumerate(values[:-1]):
         if path.branch(number == index):
             return value
@@ -61,6 +63,7 @@ class Jobs(Sequence[Job]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[Job]: ...
     def __getitem__(self, index: Any) -> Any:
+        # By type, since an unknown says that it is an int.
         if type(index) is not Integer:
             return self.jobs[index]
         number: Any = index
@@ -73,12 +76,15 @@ def unknown_jobs(path: Path, count: int) -> Jobs:
     returning = list[Any]()
     for index in range(count):
         feeds: Any = Truth(path, f"job {index} feeds")
+        # Whether there is an `after` is decided at once, because the code asks `is None`, which
+        # cannot be unknown.
         waits = index > 0 and flag(path, f"job {index} waits")
         if waits:
             after = unknown(path, f"job {index} after")
         else:
             after = None
         if after is not None:
+            # What `make_programs` requires: an earlier job, whose output returns.
             path.assume(z3.Or(*(z3.And(after.term == i, term) for i, term in enumerate(returning))))
         jobs.append(Job(feeds, after))
         returning.append(feeds.term)
@@ -92,6 +98,7 @@ class Requests:
         self.path = path
         self.index = index
 
+    # All that `jobs_for` asks of two sets of requests: so the proof is for any requests.
     def __and__(self, other: "Requests") -> Truth:
         return Truth(self.path, _shared(other.index, self.index))
 
@@ -109,6 +116,7 @@ def happens_before(
     taken."""
     putting = defaultdict[Edge, list[Place]](list)
     taking = defaultdict[Edge, list[Place]](list)
+    # Places and not effects: one effect may occur twice, as a fence.
     effects = {(p.rank, index): effect for p in programs for index, effect in enumerate(p.effects)}
     for (rank, index), effect in effects.items():
         if index:
@@ -118,9 +126,12 @@ def happens_before(
         if (taken := takes(Step(rank, effect))) is not None:
             taking[taken].append((rank, index))
     for edge, sent in putting.items():
+        # Strict: edges whose ends differ in number have been refused by `edges_agree` before.
         for number, (put, took) in enumerate(zip(sent, taking[edge], strict=True)):
             yield put, took, True
             for later in range(number + 1, len(sent)):
+                # A condition and not a fact, since the capacity is unknown: only messages that far
+                # apart must wait.
                 yield took, sent[later], later - number >= capacity
             for place, effect in effects.items():
                 mine = place[0] == edge.source and place > put
@@ -137,10 +148,12 @@ def timetable(programs: Sequence[Program]) -> dict[Place, int] | None:
     none."""
     solver = z3.Solver()
     times = dict[Place, Any]()
+    # With one message an edge the most pairs are ordered: times that keep these keep all others.
     for before, after, holds in happens_before(programs, 1):
         terms = [times.setdefault(place, z3.Int(f"time of {place}")) for place in (before, after)]
         if holds:
             solver.add(terms[0] < terms[1])
+    # No such times means a cycle: each of its effects waits for the one before.
     if solver.check() != z3.sat:
         return None
     model = solver.model()
@@ -160,8 +173,11 @@ def never_stuck(programs: tuple[Program, ...]) -> Any:
     ordered = [
         z3.Implies(holds, z3.BoolVal(times[before] < times[after]))
         for before, after, holds in happens_before(programs, capacity)
+        # Pairs that always hold, and whose times are in order, are true: z3 need not see thousands
+        # of them.
         if holds is not True or times[before] >= times[after]
     ]
+    # The times are numbers by now, so that z3 only has to find a capacity for which they are wrong.
     return z3.Implies(capacity >= 1, z3.And(*ordered))
 
 
@@ -176,6 +192,7 @@ def edges_agree(programs: Sequence[Program]) -> bool:
                 putting[edge].append(_message(effect))
             if (taken := takes(Step(program.rank, effect))) is not None:
                 taking[taken].append(_message(effect))
+    # As lists: the order on an edge counts, since messages carry no name by which to choose.
     return putting == taking
 
 
@@ -195,6 +212,7 @@ def accepted(programs: Sequence[Program], buffers: int | None) -> bool:
 
 def right(programs: tuple[Program, ...], buffers: int | None) -> dict[str, Any]:
     """The claims about any programs, by name."""
+    # First, because the other claims pair sends and receives by their order.
     if not edges_agree(programs):
         return {"edges agree": False}
     return {"never stuck": never_stuck(programs), "passes the checker": accepted(programs, buffers)}
@@ -206,7 +224,11 @@ def taken_in(programs: Sequence[Program], mb: int, earlier: int) -> bool:
     for program in programs:
         before = program.effects[: program.effects.index(Run(f"stage {program.rank}", mb))]
         needed = [
-            e for e in program.effects if e.microbatch == earlier and isinstance(e, Broadcast)
+            # The last rank broadcasts where the others receive: for all of them it is the same
+            # effect.
+            e
+            for e in program.effects
+            if e.microbatch == earlier and isinstance(e, Broadcast)
         ]
         if not all(effect in before for effect in (*needed, Run("advance", earlier))):
             return False
@@ -224,6 +246,8 @@ def prove_jobs(stages: int, count: int, buffers: Sequence[int | None]) -> Iterat
             (mb, job.after) for mb, job in enumerate(jobs) if job.after is not None
         ]
         waits = [
+            # `after` may still be several jobs on this path: the claim must hold for each that is
+            # possible.
             z3.Implies(after.term == earlier, z3.BoolVal(taken_in(programs, mb, earlier)))
             for mb, after in afters
             for earlier in range(mb)
@@ -248,6 +272,7 @@ def prove_requests(stages: int, count: int) -> Iterator[Verdict]:
             for mb in range(count)
             for earlier in range(mb)
         ]
+        # From the requests and not from `Job.after`, which `jobs_for` itself has made.
         return right(programs, None) | {"every state is known": z3.And(*conditions)}
 
     yield prove(f"jobs_for, {stages} stages, any {count} micro-batches", run)
@@ -270,6 +295,7 @@ def prove_loops(stages: int, microbatches: int, steps: int) -> Iterator[Verdict]
         jobs = decode_jobs(cohorts, choice(path, "steps", range(1, steps + 1)))
         num_buffers = choice(path, "buffers", (None, 1, 2))
         programs = make_programs(ranks, jobs, buffers=num_buffers)
+        # A cohort's turn before this one is so many jobs ago.
         waits = all(taken_in(programs, mb, mb - cohorts) for mb in range(cohorts, len(jobs)))
         return right(programs, num_buffers) | {"each step after the one before": waits}
 
@@ -297,6 +323,8 @@ def prove_all(stages: int = 4, jobs: int = 4, longest: int = 6) -> Iterator[Verd
     for ranks in range(1, stages + 1):
         for count in range(1, jobs + 1):
             yield from prove_jobs(ranks, count, (None, 1, 2))
+        # The number of paths grows with each job and each number of buffers, so that the longest
+        # lists have only one.
         for count in range(jobs + 1, longest + 1):
             yield from prove_jobs(ranks, count, (None,))
         yield from prove_requests(ranks, jobs)

@@ -41,18 +41,25 @@ class Path:
     def branch(self, condition: Any) -> bool:
         """Decide a condition: as the path already implies, or else as true, leaving false to a
         later run."""
+        # Equal terms have one id: what the path has decided once must stay decided, and costs no
+        # call of z3.
         key = condition.get_id()
         if (decision := self._decisions.get(key)) is not None:
             return decision
         if len(self.taken) < len(self._prefix):
+            # The function is deterministic, so that the same decisions lead to the same branch
+            # again.
             value = self._prefix[len(self.taken)]
         else:
             value = self._possible(condition)
+            # False is left to a later run only if it can hold: paths that no unknowns take are
+            # never run.
             if value and self._possible(z3.Not(condition)):
                 self.untried.append((*self.taken, False))
         self.taken.append(value)
         self._decisions[key] = value
         self._terms.append(condition)
+        # The path's condition grows, and with it what is impossible further on.
         self._solver.add(condition if value else z3.Not(condition))
         return value
 
@@ -68,9 +75,11 @@ class Path:
         Raises:
             ArithmeticError: z3 cannot decide.
         """
+        # By refutation: a claim holds on the path if nothing makes its negation true.
         verdict = self._solver.check(z3.Not(claim) if z3.is_expr(claim) else z3.BoolVal(not claim))
         if verdict == z3.unsat:
             return None
+        # Never taken for a proof.
         if verdict == z3.unknown:
             raise ArithmeticError(f"z3 cannot decide {claim}: {self._solver.reason_unknown()}")
         model = self._solver.model()
@@ -88,6 +97,7 @@ class Integer:
         self.term = term
 
     @property
+    # `isinstance(x, int)` is true, so that the code under proof takes its usual way.
     def __class__(self) -> type:
         return int
 
@@ -108,6 +118,8 @@ class Integer:
         return Integer(self.path, -self.term)
 
     def __floordiv__(self, other: int) -> "Integer":
+        # Python rounds down and z3 makes the remainder positive, which is the same for positive
+        # divisors only.
         if type(other) is not int or other < 1:
             # Else z3 divides in another way
             raise TypeError(f"{self} // {other}: only by a known positive number")
@@ -133,6 +145,8 @@ def _arithmetic(make: Callable[[Any, Any], Any]) -> Callable[[Integer, Any], Any
     return operator
 
 
+# A comparison is decided at once and returns a bool, since `sorted`, `min` and `in` take nothing
+# else.
 def _comparison(make: Callable[[Any, Any], Any]) -> Callable[[Integer, Any], Any]:
     def operator(self: Integer, other: Any) -> Any:
         term = _term(other)
@@ -145,6 +159,7 @@ def _comparison(make: Callable[[Any, Any], Any]) -> Callable[[Integer, Any], Any
 
 for _name, _make in {
     "add": lambda a, b: a + b,
+    # The reflected ones, because a known number may stand first.
     "radd": lambda a, b: b + a,
     "sub": lambda a, b: a - b,
     "rsub": lambda a, b: b - a,
@@ -211,6 +226,8 @@ def prove(
     count = 0
     for path, result in explore(run, assumptions):
         count += 1
+        # Code that raises for some unknowns has no result there: the claim is false, and the error
+        # says why.
         if isinstance(result, Exception):
             result = {f"raises {type(result).__name__}: {result}".splitlines()[0]: False}
         for part, truth in result.items():
@@ -231,6 +248,8 @@ def explore(
         raise ArithmeticError(
             "the assumptions contradict each other, so that anything would follow"
         )
+    # Depth first, from the decisions of earlier runs: a path is told by its list of truth values
+    # alone.
     waiting: list[tuple[bool, ...]] = [()]
     while waiting:
         solver.push()
@@ -241,5 +260,6 @@ def explore(
         except Exception as error:  # an exception is a result, which refutes the claim
             result = error
         waiting += path.untried
+        # Before the pop: the caller looks for a counterexample under this path's conditions.
         yield path, result
         solver.pop()
