@@ -69,6 +69,7 @@ class Counts:
     @property
     def row(self) -> dict[str, float]:
         """The counts of lines and marks, and the others as shares."""
+        # By lines of code, since docstrings and comments would thin the counts out.
         per_line = 1000 / max(self.code, 1)
         return {
             "lines": self.lines,
@@ -91,6 +92,7 @@ def count(text: str) -> Counts:
     tree = ast.parse(text)
     tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
     code = {token.start[0] for token in tokens if token.type not in _NO_CODE}
+    # By tokens and not by lines: a `#` in a string is no comment, and one behind code is.
     comments = {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
     nodes = list(ast.walk(tree))
     return Counts(
@@ -133,6 +135,7 @@ def _names_of(node: ast.AST) -> Sequence[str]:
 
 
 def _assigns_tuples(node: ast.AST) -> bool:
+    # A call that returns a tuple has no shorter form; two values in one line do.
     if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
         return False
     return any(isinstance(target, ast.Tuple) for target in node.targets)
@@ -141,6 +144,7 @@ def _assigns_tuples(node: ast.AST) -> bool:
 def sources(folder: str) -> Iterable[Path]:
     """The Python files of a folder of the repository, without those behind links."""
     for path in sorted((ROOT / folder).rglob("*.py")):
+        # `.src` shows the same files under a second path, and they would count twice.
         if not any(part.is_symlink() for part in (path, *path.parents)):
             yield path
 

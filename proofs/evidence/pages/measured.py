@@ -19,6 +19,8 @@ from weft.proofs.evidence.pages.roofline import MODELS, roofline_rows
 PAGE = Path(__file__).parents[2] / "pages" / "measured.md"
 DATA = RESULTS / "measured.csv"
 PICTURES = (modes, roofline, tiles)
+# Each figure with what it is compared with, and where it comes from: one without these cannot be
+# checked.
 HEADER = ("what", "figure", "against what", "build", "machine", "result file")
 _TITLE = """# Measured
 
@@ -145,6 +147,7 @@ def serving_rows() -> Iterator[tuple[str, ...]]:
             )
             base = speeds(eager.get((workload, "none"), ()))
             if base and mode != "none":
+                # The best of each, since other load on a host only ever makes a run slower.
                 against = f"{span((max(speeds(rows)) / max(base),), '{:.1f}')} times eager"
             else:
                 against = ""
@@ -212,6 +215,7 @@ def start_rows() -> Iterator[tuple[str, ...]]:
     """The time until the first token, and the capture of a ladder."""
     record = read("h200x2-start-moe-peer")
     cold, warm = (record.data[which]["ranks"] for which in ("cold", "warm"))
+    # The slowest rank: a pipeline has its first token when the last stage has.
     first = [max(rank["first_token_seconds"] for rank in ranks) for ranks in (cold, warm)]
     memory = " and ".join(f"{rank['graph_bytes'] / 2**30:.3f}" for rank in warm)
     machine = "2 GPUs, `peer`"
@@ -253,6 +257,8 @@ def kernel_rows() -> Iterator[tuple[str, ...]]:
             for row in rows
             if row["tokens"] == tokens and (row["kernel"] == "run_experts" or which[0] == "a")
         ]
+        # Sums of kernels that were timed one by one. In a step they overlap, so that a layer takes
+        # less.
         took, floor = (sum(row[key] for row in part) for key in ("us", "floor_us"))
         what = f"Qwen3-30B-A3B, FP8: a layer on {tokens} tokens, {which}"
         yield record.row(
@@ -272,6 +278,7 @@ def attention_rows() -> Iterator[tuple[str, ...]]:
         "decodes among prompts": [],
     }
     for (_, shape), by_backend in by_shape.items():
+        # A share of the bandwidth is given for decodes alone.
         is_decode = by_backend["triton"]["share"] is not None
         kinds[
             "decodes" if is_decode else "decodes among prompts" if "decodes" in shape else "prompts"
@@ -313,6 +320,7 @@ def prompt_rows() -> Iterator[tuple[str, ...]]:
                 if row["build"] == build and row["max_num_tokens"] == most
                 for x in row[_TOTAL]
             ]
+            # Each build with the tokens a step that it had by default.
             for build, most in (("before", 2048), ("now", 8192))
         )
         what = f"{model}, bfloat16: {requests} requests, {taken:,} in, {output_len} out, by default"
@@ -368,6 +376,8 @@ def invariant_rows() -> Iterator[tuple[str, ...]]:
         most = max(row["difference"] for row in ways)
         sizes = f"{ways[0]['completions']} completions, {ways[0]['tokens']:,} tokens"
         what = f"{run['preset']}: {sizes}, in {len(ways) - 1} ways"
+        # Beside the differences of the fast mode: without those, no difference at all could mean
+        # that the requests never shared a step.
         fast = [row["difference"] for row in run["rows"] if not row["batch_invariant"]]
         figure = f"{equal} equal in every way; logprobs differ by {most:.3g}"
         against = (
@@ -383,6 +393,7 @@ def call_rows() -> Iterator[tuple[str, ...]]:
     """The host's time for one call of a graphified function."""
     record = read("h200-graphify-overhead")
     took = {
+        # Older records have the mode under another name.
         (row["what"], row.get("mode") or row["given"], row["captures"], row["leaves"]): row["us"]
         for row in record.data["rows"]
     }
@@ -488,6 +499,8 @@ def shared_rows() -> Iterator[tuple[str, ...]]:
                 f"{run['preset']}: {requests} request{'s' * (requests > 1)}, {LENGTHS['decode']},"
                 " `--tp 2`"
             )
+            # vLLM was measured in this run alone, so that the other machine's figures have nothing
+            # beside them.
             if record is beside:
                 peer = peers.get((run["preset"], requests))
             else:
@@ -598,6 +611,7 @@ def overhead_table() -> list[tuple[str, ...]]:
     for what, figure, against, _, machine, _ in table():
         if what in _OVERHEADS and against:
             name = what.replace(f"{_CALL}: ", "host time of a call: ")
+            # The first record of each machine: the order of `table` says which one.
             rows.setdefault((what, machine), (name, figure, against, machine))
     ordered = sorted(rows.items(), key=lambda pair: _OVERHEADS.index(pair[0][0]))
     return [("what", "weft", "beside", "machine"), *(row for _, row in ordered)]
@@ -615,6 +629,7 @@ def page() -> str:
 def data() -> str:
     """All rows, as CSV."""
     text = io.StringIO()
+    # Not the CRLF of the standard, which would make the file differ by the machine that writes it.
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(HEADER)
     writer.writerows((*cells, file.strip("`")) for *cells, file in table())

@@ -20,7 +20,9 @@ FOLDER = Path(__file__).parents[2] / "notebooks"
 SECONDS = 120
 # The tag of a cell whose text differs between runs: only the kinds of its outputs are compared.
 VARIES = "varies"
+# A unit that goes on, as in `s/it`, is none of these.
 _TIME = re.compile(r"[-+]?\d[\d.,]*(e[-+]?\d+)? ?(%|µs|us|ms|s)(?![\w/])")
+# The file of a cell has the number of the process in its name.
 _CELL = re.compile(r"\S*/ipykernel_\d+/\d+\.py")
 _LONG = 200
 # The MIME type of a progress bar, which only a slow machine shows.
@@ -44,13 +46,17 @@ def run(notebook: Any, folder: Path) -> Any:
     from nbclient import NotebookClient
 
     resources = {"metadata": {"path": str(folder)}}
+    # Both would change the file at each run.
     options: dict[str, Any] = {"record_timing": False, "store_widget_state": False}
     NotebookClient(
         notebook, timeout=SECONDS, kernel_name="python3", resources=resources, **options
     ).execute()
+    # Only what a reader needs: the rest names the kernel and the machine that ran it.
     notebook.metadata = {
         "kernelspec": notebook.metadata.kernelspec,
         "language_info": {"name": "python"},
+        # Listings of operators differ between versions, so that a test compares only under this
+        # one.
         "weft": {"torch": torch_version()},
     }
     for cell in code_cells(notebook):
@@ -84,6 +90,7 @@ def cleaned(output: Any) -> Any:
     data = output.get("data", {})
     for kind in [kind for kind in data if kind.startswith("text/")]:
         data[kind] = _CELL.sub("(this cell)", data[kind])
+    # A page shows the HTML. The text is for readers without it, who need its beginning.
     if "text/html" in data and len(data.get("text/plain", "")) > _LONG:
         data["text/plain"] = data["text/plain"][:_LONG] + "…"
     return output
@@ -116,6 +123,7 @@ def shown(cell: Any) -> list[str]:
         else:
             data = output.get("data", {})
         texts += [text for kind, text in sorted(data.items()) if kind.startswith("text")]
+    # Replaced and not removed, so that a text in which a time is missing still differs.
     return [_ADDRESS.sub("(address)", _TIME.sub("(time)", text)) for text in texts]
 
 

@@ -93,6 +93,7 @@ def _grouped(rows: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     decode_rows = [
         row for row in rows if row.get("workload") == "decode" and row["mode"].startswith("full")
     ]
+    # Batch-invariant kernels have other times, and the fit knows one time of a kernel only.
     decode_rows = [row for row in decode_rows if not row.get("batch_invariant")]
     for requests in dict.fromkeys(row["num_requests"] for row in decode_rows):
         yield [row for row in decode_rows if row["num_requests"] == requests]
@@ -103,6 +104,7 @@ def decodes() -> Iterator[Decode]:
     price = read("h100-batch-invariant-price")
     by_model = dict[tuple[str, int], list[dict[str, Any]]]()
     for run in price.data["runs"]:
+        # Runs of one model are put together, so that a decode has the median of all.
         by_model.setdefault((run["preset"], run["stages"]), []).extend(run["rows"])
     for (model, stages), rows in by_model.items():
         for group in _grouped(rows):
@@ -143,6 +145,7 @@ def measured_collective() -> Callable[[Collective], float]:
         if row["way"] == "peer":
             is_exchange = row["collective"].startswith("all_to_all")
             points.setdefault(is_exchange, []).append(
+                # Two bytes for each element of bfloat16.
                 (math.prod(row["shape"]) * 2, row["graph_us"] / 1e6)
             )
     lines = {kind: list(pairwise(curve)) for kind, curve in points.items()}
@@ -151,6 +154,7 @@ def measured_collective() -> Callable[[Collective], float]:
         size = collective_bytes(effect)
         kind = isinstance(effect, AllToAll)
         place = bisect_left([measured_size for measured_size, _ in points[kind]], size) - 1
+        # Sizes beyond the measured ones continue the nearest line.
         (small, fast), (large, slow) = lines[kind][min(max(place, 0), len(lines[kind]) - 1)]
         return fast + (slow - fast) * (size - small) / (large - small)
 
@@ -163,12 +167,15 @@ def calibrate(alone: Sequence[Decode], **links: Any) -> Machine:
     kernels times the second."""
     features = [
         (
+            # With a bandwidth of 1 the prediction is the number of bytes. Over what was measured,
+            # the errors are relative: a batch of 128 does not outweigh a single request.
             one.predicted(Machine(bandwidth=1.0)) / one.measured,
             KERNELS_PER_LAYER * one.config.num_layers / one.measured,
         )
         for one in alone
     ]
     matrix = torch.tensor(features, dtype=torch.float64)
+    # Bytes and kernels differ by many powers of ten, which least squares do not take well.
     scale = matrix.amax(0)
     solution = (
         torch.linalg.lstsq(
@@ -188,9 +195,11 @@ def machines(measurements: Sequence[Decode]) -> dict[str, Machine]:
         for row in run["rows"]
         if row["backend"] == "peer"
     ]
+    # A round trip is two messages, and its floor is the bytes of both.
     latency = statistics.median((row["graph_us"] - row["floor_us"]) / 2e6 for row in rows)
     link = statistics.median(2 * 64 * 2048 * 2 / row["floor_us"] * 1e6 for row in rows)
     alone = {
+        # One GPU alone: a fit that had seen several would predict what it was told.
         gpu: [x for x in measurements if x.gpu == gpu and x.num_gpus == 1]
         for gpu in ("H100", "H200")
     }

@@ -40,6 +40,8 @@ class Record:
 
 def read(name: str) -> Record:
     """The newest record of a name: its file is `DATE-name.json`."""
+    # Dates as ISO has them sort as texts. Exactly ten characters before the name, or a longer name
+    # that ends like this one would match.
     path = max(RESULTS.glob(f"????-??-??-{name}.json"))
     return Record(path.name, json.loads(path.read_text(encoding="utf-8")))
 
@@ -51,6 +53,7 @@ def span(values: Iterable[float], form: str) -> str:
     ('1.3 to 2.0', '1.0')
     """
     ordered = sorted(values)
+    # Compared as they read: two numbers that differ only in digits that are not shown are one.
     return " to ".join(dict.fromkeys((form.format(ordered[0]), form.format(ordered[-1]))))
 
 

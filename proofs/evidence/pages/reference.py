@@ -23,6 +23,7 @@ from weft.transforms.cli.fields import Options, flag_of, flagged
 from weft.transforms.cli.main import COMMANDS
 
 # The modules whose names are public: those in `__all__`, or, of errors, all that are defined there.
+# Their order counts: a name is listed below the first that has it.
 FACES = (
     "weft",
     "weft.transforms",
@@ -63,7 +64,10 @@ def names_of(face: str) -> list[str]:
         names = getattr(module, "__all__", ())
         return [name for name in names if not inspect.ismodule(getattr(module, name))]
     return [
-        name for name, value in vars(module).items() if getattr(value, "__module__", "") == face
+        # Errors are found and not listed: one that somebody adds is public at once.
+        name
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", "") == face
     ]
 
 
@@ -74,6 +78,7 @@ def first_sentence(doc: str | None) -> str:
     'Pad a batch of any kind.'
     """
     paragraph = " ".join((doc or "").strip().partition("\n\n")[0].split())
+    # A full stop inside a name, as in `weft.proofs`, ends no sentence.
     match = re.match(r".*?\.(?=\s|$)|.*:$", paragraph)
     if match:
         return match[0]
@@ -95,6 +100,8 @@ def call_of(name: str, value: Any) -> str:
     }
     parameters = list(inspect.signature(value).parameters.values())
     names = [marks.get(p.kind, "") + p.name for p in parameters]
+    # A lone star stands for the beginning of the keyword arguments, unless `*args` is there
+    # already.
     keyword = next(
         (i for i, p in enumerate(parameters) if p.kind is inspect.Parameter.KEYWORD_ONLY), None
     )
@@ -113,6 +120,7 @@ def listed_names() -> Iterator[tuple[str, str, Any]]:
         for name in names_of(face):
             value = getattr(import_module(face), name)
             if callable(value):
+                # By identity, as values of some classes do not compare, or compare equal.
                 if any(value is other for other in values):
                     continue
                 values.append(value)
@@ -140,6 +148,7 @@ def _follows(cls: type, base: type) -> bool:
     """Whether a class inherits from another one, or has all members of a protocol."""
     if base is cls:
         return False
+    # `issubclass` refuses protocols that have properties.
     if getattr(base, "_is_protocol", False):
         return all(hasattr(cls, name) for name in _members(base))
     return issubclass(cls, base)
@@ -246,6 +255,7 @@ def _surface_of(face: str, name: str, value: Any) -> Iterator[str]:
     else:
         yield f"{face}.{name}{_signature(value)}"
     if isinstance(value, type):
+        # Sorted here, so that a method that moves within its class changes no line.
         for key, member in sorted(new_members(value).items()):
             if isinstance(member, property):
                 yield f"{face}.{name}.{key}"
@@ -269,6 +279,7 @@ def _signature(fn: Any) -> str:
 
 def _written(default: Any) -> Any:
     """A default that is written the same on every machine."""
+    # Anything else may print an address, which differs from run to run.
     plain = isinstance(default, str | int | float | bool | None) or default in (
         (),
         inspect.Parameter.empty,

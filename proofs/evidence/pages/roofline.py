@@ -24,6 +24,8 @@ from weft.transforms.pipelines.timing.hardware import Machine
 from weft.transforms.pipelines.timing.prediction import predict_decode
 
 # Bytes per second, from the data sheets.
+# Not what a copy reaches, as in the benchmarks of kernels: a floor that depends on a measurement
+# would move with it.
 BANDWIDTHS = {"H200": 4.8e12, "H100": 3.35e12}
 # Presets, and their names in print.
 MODELS = {
@@ -85,6 +87,7 @@ def roofline(gpu: str, model: str, requests: int, output_len: int = _OUTPUTS[0])
     """The most output tokens per second, by bytes over bandwidth."""
     config = parse_config(PRESETS[model], source=model)
     machine = Machine(bandwidth=BANDWIDTHS[gpu])
+    # The mean over a completion: the bytes of a step grow with each token.
     context = _INPUT + output_len // 2
     prediction = predict_decode(
         config, 1, requests=requests, context=context, cohorts=1, machine=machine
@@ -94,6 +97,7 @@ def roofline(gpu: str, model: str, requests: int, output_len: int = _OUTPUTS[0])
 
 def served_alone() -> Iterator[Served]:
     """The decodes in a graph a step of all records of one GPU that tell their time."""
+    # One GPU: the names of records of several go on with `x2` or `x4`.
     for path in sorted(RESULTS.glob("????-??-??-h[12]00-*.json")):
         record = Record(path.name, json.loads(path.read_text(encoding="utf-8")))
         by_key: dict[tuple[Any, ...], dict[str, list[float]]] = defaultdict(
@@ -112,6 +116,7 @@ def served_alone() -> Iterator[Served]:
                     time = record.file[:10]
                 length = row.get("output_len", _OUTPUTS[0])
                 key = (
+                    # Builds that took turns in one run have one time; the newer one comes second.
                     (time, int(row.get("build") == "now")),
                     gpu,
                     model,
@@ -123,6 +128,7 @@ def served_alone() -> Iterator[Served]:
                     speeds if isinstance(speeds, list) else [speeds]
                 )
         for key, modes in by_key.items():
+            # The default where it was measured: decodes run in the same graphs in both modes.
             speeds = modes.get(_DEFAULT) or modes.get("full_decode_only")
             if speeds:
                 yield Served(*key, tuple(speeds), record)
@@ -132,6 +138,7 @@ def _rows(record: Record) -> Iterator[tuple[str, Mapping[str, Any], dict[str, An
     """The rows of decodes by one GPU, each with its model and the environment that it was measured
     in."""
     data = record.data
+    # Without the date, so that each record of a kind is read, and not only the newest.
     name = record.file[11:]
     if "wanted" in data:  # `weft bench --json`
         options = data["wanted"]
@@ -156,6 +163,7 @@ def _rows(record: Record) -> Iterator[tuple[str, Mapping[str, Any], dict[str, An
     for run in (*data.get("runs", ()), *data.get("earlier", ())):
         if run.get("stages") == 1:
             for row in run["rows"]:
+                # A first pass still compiles and captures.
                 is_weft = row.get("engine", "weft") == "weft" and not row.get("first")
                 decodes = (
                     row.get("input_len", _INPUT) == _INPUT
@@ -174,6 +182,7 @@ def before_and_after() -> dict[tuple[str, str, int], tuple[Served, ...]]:
     keys = (
         (gpu, model, requests) for gpu in BANDWIDTHS for model in MODELS for requests in _REQUESTS
     )
+    # The second slice is empty where there is one record only, which then stands alone.
     return {key: (*by_key[key][:1], *by_key[key][1:][-1:]) for key in keys if key in by_key}
 
 

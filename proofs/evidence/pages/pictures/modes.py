@@ -34,6 +34,7 @@ def picture() -> str:
     for title, names in _PANELS:
         best: dict[str, float] = {}
         for runs in (served(read(name)) for name in names):
+            # A mode that both records have is that of the later one.
             best |= {
                 mode: max(speeds(rows))
                 for (workload, mode), rows in runs.items()
@@ -45,6 +46,8 @@ def picture() -> str:
 
 
 def _panel(title: str, best: dict[str, float], top: float) -> Sequence[str]:
+    # 190 is room for the figure behind the longest bar. Each panel has a scale of its own, since
+    # the models do not compare.
     unit = (_WIDTH - _LEFT - 190) / max(best.values())
     elements = [text(0, top, title, bold=True)]
     for index, (mode, speed) in enumerate(best.items()):

@@ -30,6 +30,7 @@ def picture() -> str:
         bars: list[str] = []
         for (model, requests), ends in gpu_measured.items():
             bars += _bars(model, requests, ends, top)
+            # Two lines of text stand beside the bars, so that a single bar has room for two.
             top += _BAR * max(2, len(ends)) + _GAP
         parts += [*_axis(start, top - _GAP), *bars]
         top += 34
@@ -62,6 +63,7 @@ def _bars(model: str, requests: int, ends: tuple[Served, ...], top: float) -> It
     yield text(_LEFT - 8, top + 26, most, anchor="end", size=11)
     if len(ends) == 1:
         more = ", no other record"
+    # Two builds of one run: the only bars here whose hosts do not differ.
     elif ends[0].time[0] == ends[1].time[0]:
         more = ", builds in turns"
     else:

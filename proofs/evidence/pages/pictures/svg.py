@@ -25,6 +25,7 @@ def text(
     more = ' font-weight="bold"' if bold else ""
     more += f' font-size="{size}"' if size else ""
     return (
+        # Fixed numbers of digits: the file is compared with what the records give, on any machine.
         f'<text x="{x:.1f}" y="{y:g}" fill="{fill}"'
         f' text-anchor="{anchor}"{more}>{escape(words)}</text>'
     )

@@ -92,6 +92,8 @@ def picture() -> str:
     counts: dict[tuple[int, int], set[int]] = {}
     for rows, columns, tokens in losses_by_model["bf16"]:
         counts.setdefault((rows, columns), set()).add(tokens)
+    # Shapes for the fit and shapes held out have other numbers of tokens, and so columns of their
+    # own.
     blocks = sorted(
         {tuple(sorted(token_counts)) for token_counts in counts.values()}, key=len, reverse=True
     )
@@ -101,6 +103,7 @@ def picture() -> str:
     for block in blocks:
         shapes = sorted(
             (shape for shape, token_counts in counts.items() if token_counts == {*block}),
+            # By size: where the losses lie is then a part of the picture.
             key=lambda s: (s[0] * s[1], s),
         )
         top = 136.0
@@ -147,11 +150,13 @@ def _block(
         x = left + column * _CELL
         yield text(x + _CELL / 2, top - 6, _short(count), anchor="middle", size=8)
         for index, shape in enumerate(shapes):
+            # As of heads, which are never in FP8.
             if (loss := cells.get((*shape, count))) is None:
                 continue
             _, fill, opacity, _ = next(kind for kind in _CLASSES if loss <= kind[0])
             y = top + index * _ROW
             yield rect(x, y, _CELL - 1, _ROW - 1, fill, **{"fill-opacity": opacity})
+            # A number only beyond the target, which leaves the picture readable.
             if loss > 0.05:
                 yield text(
                     x + (_CELL - 1) / 2,
