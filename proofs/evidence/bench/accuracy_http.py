@@ -26,6 +26,7 @@ from typing import Any
 from weft.proofs.evidence.environment import environment
 from weft.proofs.evidence.http.process import serving
 
+# Without graphs first, since the others are compared with it; the last one also over a pipeline.
 MODES: Mapping[str, Sequence[str]] = {
     "none": ("--graph", "none"),
     "piecewise": ("--graph", "piecewise"),
@@ -37,6 +38,7 @@ GENERATED = ("sums",)
 CHOICES = ("sums_choice", "capitals_choice")
 CHATS = ("capitals",)
 _PATTERNS = {"sums": r"(\d+)", "capitals": r"is ([A-Z][a-z]+(?: [A-Z][a-z]+)?)"}
+# A base model completes a pattern: without examples it may go on with anything.
 _SHOTS = "3 + 4 = 7\n12 + 5 = 17\n8 + 9 = 17\n21 + 6 = 27\n"
 _CAPITALS = (
     "France Paris, Germany Berlin, Italy Rome, Spain Madrid, Portugal Lisbon, Austria Vienna,"
@@ -108,6 +110,7 @@ def write_tasks(folder: Path) -> None:
             task["generation_kwargs"] = {
                 "until": ["\n"],
                 "max_gen_toks": 16,
+                # Greedy, or the answers of two runs could not be compared one by one.
                 "temperature": 0,
                 "do_sample": False,
             }
@@ -138,10 +141,13 @@ def evaluate(
         ]
         words += ["--tasks", ",".join(names), "--log_samples", "--output_path", out, *more]
         quiet = {
+            # All that is needed is in the folder of the model: a request to the hub would only
+            # wait.
             "HF_HUB_OFFLINE": "1",
             "HF_DATASETS_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
+        # lm_eval may be of another environment, whose modules this path must not hide.
         variables = {name: item for name, item in os.environ.items() if name != "PYTHONPATH"}
         ended = subprocess.run(
             words, env=variables | quiet, capture_output=True, text=True, timeout=3600
@@ -153,6 +159,7 @@ def evaluate(
         scores = dict[str, Any]()
         results = raw["results"]
         for name in names:
+            # A digit after the name, since `capitals` is the beginning of `capitals_choice`.
             (file,) = written.parent.glob(f"samples_{name}_[0-9]*.jsonl")
             samples = sorted(
                 map(json.loads, file.read_text().splitlines()), key=lambda item: item["doc_id"]
@@ -181,6 +188,8 @@ def rows(results: dict[tuple[str, str], dict[str, Any]], base: str) -> Iterator[
     same API; choices are also compared with transformers."""
     for (mode, api), tasks in results.items():
         for name, score in tasks.items():
+            # By the same API, as chats have other prompts. lm_eval's own run has the prompts of
+            # completions.
             against = results[base, "local-completions" if api == "hf" else api][name]
             row = {
                 "mode": mode,
@@ -201,6 +210,8 @@ def rows(results: dict[tuple[str, str], dict[str, Any]], base: str) -> Iterator[
                     for x, y in zip(score["answers"], against["answers"], strict=True)
                 ]
                 row |= {
+                    # The choice must be the same one. Its log-likelihood differs in the last digits
+                    # with the shape.
                     "same": sum(a == b for a, b in best),
                     "largest_difference": max(abs(a - b) for a, b in pairs),
                 }
@@ -235,6 +246,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         more = ["--limit", str(args.limit)]
     results: dict[tuple[str, str], dict[str, Any]] = {}
     flags = [
+        # In float32, where two likely answers are hardly ever as close as rounding: half precision
+        # would differ between modes, and between libraries.
         "--dtype",
         "float32",
         "--device",
@@ -244,6 +257,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--max-num-seqs",
         "8",
     ]
+    # Fewer tokens than the prompts of 8 requests have together, so that they are read in chunks and
+    # among decodes.
     flags += ["--max-num-tokens", "128", "--max-model-len", "256"]
     with tempfile.TemporaryDirectory() as folder:
         write_tasks(Path(folder))

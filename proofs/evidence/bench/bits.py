@@ -52,6 +52,7 @@ class Way:
 _LENGTHS = 2, 700
 _MOST = 1_024
 WAYS = {
+    # First, since all other ways are compared with it.
     "alone": Way("full", {"max_num_reqs": 1}, at_once=1),
     "none": Way("none"),
     "piecewise": Way("piecewise"),
@@ -61,6 +62,8 @@ WAYS = {
     "three at once": Way("full_and_piecewise", {"max_num_reqs": 4}),
     "in chunks of 100": Way("full_and_piecewise", {"max_num_tokens": 100}),
     "unmixed": Way("full_and_piecewise", {"mixed": False}),
+    # Pages for five of the longest requests, where 64 run at once. Without the cache, what was
+    # computed before a preemption is computed again.
     "preempted": Way("full_and_piecewise", {"num_pages": 5 * _MOST // 16}, prefix_caching=False),
     "speculated": Way("full_and_piecewise", speculation=Speculation(3)),
 }
@@ -75,8 +78,11 @@ def requests(
     workload = []
     for index in range(count):
         prompt = draw.choices(range(vocab_size), k=draw.randint(*_LENGTHS))
+        # Eight in a row begin alike, so that most find pages which another request wrote.
         shared = prompt if index % 8 == 0 else shared
         prompt = [*shared[: len(shared) // 2], *prompt][: _LENGTHS[1]]
+        # Drawn and not greedy: a smaller difference of the logits changes a drawn token than the
+        # likeliest one.
         sampling = SamplingParams(temperature=1.0, seed=index, ignore_eos=True)
         workload.append((prompt, sampling, draw.randint(output_len // 4, output_len)))
     return workload
@@ -109,6 +115,7 @@ def forced(here: Here, model: Model, workload: Sequence[Any], said: Said) -> Sai
     """The logprobs of completions whose tokens are read in one pass with their prompts."""
     limits = EngineLimits(max_num_reqs=4, max_model_len=2 * _MOST)
     engine = Engine(model, limits, pipeline=here.num_stages, graph="none", transport=here.transport)
+    # The logprobs of the prompt alone, without those of other likely tokens.
     told = SamplingParams(temperature=0.0, prompt_logprobs=0)
     completions = Said()
     for index, (prompt, *_) in enumerate(workload):
@@ -117,6 +124,7 @@ def forced(here: Here, model: Model, workload: Sequence[Any], said: Said) -> Sai
         index = int(output.id)
         completions[index] = (
             said[index][0],
+            # The first token of a prompt has no logprob, so that all places are one lower.
             output.track.prompt_logprobs[len(workload[index][0]) - 1 :],
         )
     return completions
@@ -133,6 +141,7 @@ def compared(said: Said, expected: Said) -> dict[str, Any]:
             (i for i, (a, b) in enumerate(zip(ids, own_ids, strict=False)) if a != b), len(own_ids)
         )
         tokens += same
+        # After the first token that differs the contexts differ, and logprobs no longer compare.
         most = max(
             [most, *(abs(a - b) for a, b in zip(logprobs[:same], own_logprobs[:same], strict=True))]
         )
@@ -154,6 +163,7 @@ def run(
     fast = open_model(options, here)
     rows = list[dict[str, Any]]()
     workload = requests(fast.config.vocab_size, count, output_len)
+    # The fast mode is next to it to show that these ways do change bits where nothing prevents it.
     models = (True, fast.with_stages(batch_invariant=True)), (False, fast)
     for invariant, model in models[: 1 + with_fast]:
         if invariant:
@@ -175,6 +185,8 @@ def run(
             if here.first:
                 print(show(rows[-1]), flush=True)
             if torch.cuda.is_available():
+                # The next way's engine has graphs and a cache of its own, and both must fit beside
+                # the weights.
                 torch.cuda.empty_cache()
     return rows
 

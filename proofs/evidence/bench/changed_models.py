@@ -76,6 +76,7 @@ CHANGES: dict[str, Callable[[Model], Model]] = {
 def run(here: Here, options: Bench, models: Sequence[str], turns: int) -> list[dict[str, Any]]:
     """The figures of each turn of each model."""
     model = open_model(options, here)
+    # All alive at once: one after another, a clock that falls would count for the later ones.
     engines = {name: start_engine(here, options, CHANGES[name](model)) for name in models}
     rows = list[dict[str, Any]]()
     for turn in range(turns):

@@ -27,10 +27,12 @@ from weft.proofs.evidence.runs.gpu_run import QWEN3_0_6B, copy_bandwidth, random
 MODES = ("none", "piecewise", "full")
 # A number of requests, and the context of each.
 CASES = ((1, 256), (64, 256), (128, 512))
+# Powers of two, as the curves have logarithmic axes.
 BY_REQUESTS = tuple((2**i, 256) for i in range(9))
 BY_CONTEXT = tuple((64, 256 * 2**i) for i in range(6))
 QUICK = ((2, 8), (2, 16))
 
+# The same kind of model, so that it runs the same code.
 TINY = {
     **QWEN3_0_6B,
     "vocab_size": 97,
@@ -66,6 +68,7 @@ def main() -> None:
     else:
         cases = CASES
     if args.curves:
+        # Both curves have 64 requests at 256: it is timed once.
         cases = [*dict.fromkeys((*by_requests, *by_context))]
     rows = [time_decode(model, *case, 1, mode, bandwidth) for case in cases for mode in MODES]
     report: dict[str, Any] = {

@@ -136,10 +136,12 @@ def graphified(count: int, captures: int, device: str) -> Iterator[Contender]:
         ("fresh, borrowed", graphify(fixed(count), outputs="borrow")),
         ("fresh, safe", graphify(fixed(count))),
     ]
+    # Sizes that all differ, as each needs a graph of its own.
     calls = [inputs(count, 8 + i, device) for i in range(captures)]
     for mode, g in modes:
         for leaves in calls:
             g(*leaves)
+        # Otherwise the row would be of fewer graphs than it says.
         assert g.cache_info().captures == captures
         yield Contender("graphify", mode, count, captures, partial(g, *calls[0]))
         if captures > 1:
@@ -168,6 +170,7 @@ class Rows:
 
 def padded(count: int, sizes: Sizes, device: str) -> Iterator[Contender]:
     """A step with `count` weights, for batches of few sizes and for batches of new ones."""
+    # As many sizes as there are calls, so that one row meets a new size in each.
     most = max(8, sizes.calls * (sizes.bursts + 1))
     batches = [
         Rows(BatchDescriptor(n, n), torch.ones(n, device=device)) for n in range(1, most + 1)
@@ -196,6 +199,8 @@ def bare_replays(count: int, captures: int) -> Iterator[Contender]:
     for i in range(captures):
         leaves = inputs(count, 8 + i, "cuda")
         graph = torch.cuda.CUDAGraph()
+        # Outside of the capture once, since a first run may load kernels, which a capture does not
+        # allow.
         neighbours(*leaves)
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
@@ -222,9 +227,12 @@ def peers(count: int) -> Iterator[Contender]:
     compiled: Any = torch.compile(fixed(count), mode="reduce-overhead")
 
     def call() -> None:
+        # Without it torch takes the next call for a continuation of the last one, and keeps its
+        # results alive.
         torch.compiler.cudagraph_mark_step_begin()
         compiled(*fresh)
 
+    # The first calls compile, warm up and record.
     for _ in range(5):
         call()
     yield Contender("reduce-overhead", "fresh, borrowed", count, 1, call)

@@ -34,14 +34,19 @@ def graph_seconds(calls: Sequence[Callable[[], Any]], device: str, repeats: int 
         for call in calls:
             call()
         return (time.perf_counter() - start) / len(calls)
+    # A graph's launch takes some microseconds, which several calls share.
     calls = list(calls) * max(1, 16 // len(calls))
     results = list[Any]()
 
     def hold(call: Callable[[], Any]) -> None:
+        # Kept, or the allocator would give the next call the same memory, which is then in the
+        # cache.
         results.append(call())
 
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
+        # Kernels are compiled before the capture. Two calls are enough: the others differ in
+        # weights alone.
         for call in calls[:2]:
             hold(call)
         torch.cuda.synchronize()
@@ -60,6 +65,7 @@ def captured(calls: Sequence[Callable[[], Any]], pool: Any = None) -> torch.cuda
     default one. Unlike `torch.cuda.graph` it neither waits for the device nor empties the
     allocator's cache."""
     graph = torch.cuda.CUDAGraph()
+    # Other threads, such as those that compile, may call CUDA meanwhile.
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
         for call in calls:
@@ -75,6 +81,7 @@ class Graphs:
     def __init__(self) -> None:
         torch.cuda.set_stream(torch.cuda.Stream())
         self._pool = torch.cuda.graph_pool_handle()
+        # Without a graph in it, the pool would be freed whenever no other graph is alive.
         self._kept = self.capture([lambda: torch.empty(2**20, device="cuda")])
         """A graph that keeps the memory pool."""
 
@@ -97,8 +104,10 @@ class Replays:
         """Replay it."""
         timings = list[float]()
         is_first = self._is_first
+        # Most choices are far from the best one, which two replays tell.
         replays, most = (2, _MOST_SECONDS / 5) if is_first else (_REPLAYS, _MOST_SECONDS)
         self._is_first = False
         while len(timings) < replays and sum(timings) < most:
             timings.append(run_seconds(self._graph.replay))
+        # Of two, the larger one may be a hiccup.
         return (min(timings) if is_first else sorted(timings)[len(timings) // 2]) / self._calls

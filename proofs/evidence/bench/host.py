@@ -35,6 +35,7 @@ from weft.values.donation import declare_donated
 _SPLITS = "1x1", "1x2", "2x1", "4x1"
 _STEPS = 60
 _ROUNDS = 5
+# Steps that are not timed: prompts are read, and the pipeline fills.
 _FIRST = 4
 _PROMPT = [1, 2]
 
@@ -44,6 +45,7 @@ def compute_nothing(engine: Engine) -> None:
     executor: Any = engine._executor
     size = engine.limits.budget.max_num_tokens
     hidden = torch.zeros(size, engine.model.config.hidden_size, dtype=engine.model.dtype)
+    # Made once: a tensor for each step would be time of the host's as well.
     ids, logprobs = torch.full((size,), 5), torch.zeros(size)
 
     def output(batch: Any) -> Output:
@@ -61,22 +63,29 @@ def compute_nothing(engine: Engine) -> None:
     elif isinstance(executor, PipelineExecutor):
         count = len(executor.pipelined.stages)
         stages = [
-            declare_donated(last if i == count - 1 else stage, ("state",)) for i in range(count)
+            # Declared like the stages that they replace, which donate their state.
+            declare_donated(last if i == count - 1 else stage, ("state",))
+            for i in range(count)
         ]
         executor.pipelined.stages = tuple(with_edits(one) for one in stages)
 
 
 def decode(engine: Engine, requests: int) -> float:
     """The seconds of the main thread for a decode step of `requests` requests."""
+    # Texts are made by another part of the host, which is not in the figure.
     sampling = SamplingParams(ignore_eos=True, detokenize=False)
     for _ in range(engine.limits.budget.max_num_reqs):
+        # More than the timed steps, so that none ends while the clock runs.
         engine.add(_PROMPT, sampling, max_tokens=_STEPS + 3 * _FIRST)
     for _ in range(_FIRST):
         engine.step()
+    # The time of this thread's processor: waiting for messages of other ranks is not the host's
+    # work.
     began = time.thread_time()
     for _ in range(_STEPS):
         engine.step()
     seconds = time.thread_time() - began
+    # To the end, or the next round would start with requests of this one.
     for _ in engine:
         pass
     return seconds / _STEPS / (engine.limits.budget.max_num_reqs // requests)
@@ -87,6 +96,7 @@ def run(here: Here, options: Bench, requests: int) -> list[float]:
     torch.set_num_threads(1)
     engine, _ = start_engine(here, options)
     compute_nothing(engine)
+    # The least, since other processes only ever add to it.
     seconds = min(decode(engine, requests) for _ in range(_ROUNDS))
     collect = getattr(here.transport, "collect", lambda value: [value])
     return [float(one) for one in collect(seconds)]
@@ -108,6 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     for split in args.splits:
         pp, tp = map(int, split.split("x"))
+        # With P stages P cohorts are under way, each with so many requests.
         count = args.requests * pp
         workload = {
             "input_len": len(_PROMPT),

@@ -66,8 +66,11 @@ def write_preset(folder: Path, name: str) -> None:
     size = int(PRESETS[name]["vocab_size"])
     tokens = [*ByteLevel.alphabet(), *(f"Ġt{number}" for number in range(size))][:size]
     tokenizer = Tokenizer(
+        # Whole words are tokens without any merge, as no vocabulary was trained.
         BPE({token: place for place, token in enumerate(tokens)}, [], ignore_merges=True)
     )
+    # A word with the space before it, as the tokens have it, so that a text is read as it was
+    # written.
     words = Split(Regex(" ?[^ ]+"), "isolated")
     tokenizer.pre_tokenizer = PreTokenizers([words, ByteLevel(False, use_regex=False)])
     tokenizer.decoder = ByteLevelDecoder()
@@ -112,6 +115,7 @@ def online(args: argparse.Namespace, url: str, vocab_size: int) -> Iterator[dict
         drive(Load(prompts=prompts(args.concurrency), output_len=_WARM_UP_TOKENS, **shared))
     )
     for rate in args.rates:
+        # Only all at once is compared with the engine alone.
         for _ in range(args.repeats if math.isinf(rate) else 1):
             load = Load(
                 prompts=prompts(_count(args, rate)),
@@ -129,6 +133,7 @@ def run(args: argparse.Namespace, name: str) -> dict[str, Any]:
     with multiprocessing.get_context("spawn").Pool(
         1
     ) as pool:  # its memory is free before the server counts on it
+        # Before the server, and not beside it: two engines would share the GPU.
         alone = pool.apply(offline, (options, args.repeats))
     for row in alone:
         print(f"{name:<18} {'alone':>6}: {show(row)}", flush=True)
@@ -239,6 +244,7 @@ def vllm_bench(
         for key in ("ttft", "tpot", "itl")
     }
     completed = result["completed"]
+    # A server that ends completions early looks faster.
     wrong = result["total_output_tokens"] != count * args.output_len
     return {
         "rate": "inf" if math.isinf(rate) else rate,
@@ -257,6 +263,7 @@ def _count(args: argparse.Namespace, rate: float) -> int:
     return int(
         args.num_prompts
         if math.isinf(rate)
+        # As many as arrive in that time: a low rate with all requests would take minutes.
         else min(args.num_prompts, math.ceil(_FINITE_SECONDS * rate))
     )
 
@@ -306,6 +313,7 @@ def draw_latency(records: Sequence[dict[str, Any]], title: str) -> Any:
                     label=f"{record['model']}, engine without HTTP, p50",
                 )
         ax.set(xlabel="requests a second", ylabel="ms")
+        # From 0, or small differences would look large.
         ax.set_ylim(bottom=0)
         ax.set_title(label, fontsize=10)
         ax.grid(alpha=0.3)
@@ -417,6 +425,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         (args.out / "http.json").write_text(text + "\n")
         try:
             draw_record(args.out / "http.json")
+        # The run has taken minutes of a GPU: a picture that cannot be drawn must not lose it.
         except MissingPackageError as error:
             print(f"{error}\nThe record is written: draw it elsewhere, by --draw")
     all_rows = [row for record in records for row in (*record["rows"], *record["vllm"])]

@@ -39,6 +39,8 @@ from weft.transforms.engine.evaluation.serving import measure
 from weft.transforms.graphs.ladder import MODES
 
 _PROMPTS = 64
+# Tokens that are not compared: while they are made, requests end one after another, and steps that
+# are smaller than a graph's class are padded.
 _MORE = 64
 
 # Completions by the length of their prompts.
@@ -101,7 +103,9 @@ def _run(here: Here, options: Bench, plan: Plan, model: Model) -> list[dict[str,
     rows = list[dict[str, Any]]()
     said = dict[str, Said]()
     checked = [(length, plan.check + _MORE) for length in plan.input_lens() if plan.check]
+    # One engine for all workloads of a mode, which needs room for the longest of them.
     longest = max((*(plan.lengths[name] for name in plan.workloads), *checked), key=sum)
+    # Mode `none` first, even where it is not measured: the others are compared with it.
     for mode in dict.fromkeys((*(["none"] if plan.check else []), *plan.modes)):
         engine, started = start_engine(here, plan.options(options, mode, *longest), model)
         for name in plan.workloads if mode in plan.modes else ():
@@ -114,6 +118,7 @@ def _run(here: Here, options: Bench, plan: Plan, model: Model) -> list[dict[str,
                     print(show(rows[-1], model.functions.batch_invariant), flush=True)
         if plan.check:
             said[mode] = {length: complete(engine, plan, length) for length in plan.input_lens()}
+        # Before the next one is made: two caches would not fit.
         del engine
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -122,8 +127,11 @@ def _run(here: Here, options: Bench, plan: Plan, model: Model) -> list[dict[str,
 
 def complete(engine: Engine, plan: Plan, input_len: int) -> list[list[int]]:
     """Greedy completions of prompts, as many at once as fit; the last tokens of each are left out."""
+    # The same prompts in each mode, and others than those that were measured, which the prefix
+    # cache has.
     draw = random.Random(1)
     vocabulary = range(engine.model.config.vocab_size)
+    # Greedy, since a drawn token would differ at the first logit that rounds in another way.
     sampling = SamplingParams(temperature=0.0, ignore_eos=True)
     said: dict[str, list[int]] = {}
     for _ in range(min(_PROMPTS, 4 * plan.requests)):
@@ -170,6 +178,7 @@ def _agreement(completions: list[list[int]], eager: list[list[int]]) -> tuple[in
     return (
         sum(map(list.__eq__, completions, eager)),
         sum(map(len, eager)),
+        # Tokens up to the first that differs: after it the contexts are not the same.
         sum(map(_agreeing, completions, eager)),
     )
 

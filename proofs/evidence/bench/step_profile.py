@@ -92,8 +92,10 @@ class Profile:
 
 def profile_decode(args: Any, requests: int) -> Profile:
     """Serve a number of requests, and profile steps in which all of them decode."""
+    # Room for the steps before, those that are timed and those that are profiled.
     length = args.context + 4 * _STEPS
     engine = _engine(args, EngineLimits(max_num_reqs=requests, max_model_len=length))
+    # Shorter than the context, which requests reach about when the clock starts.
     prompt_len = max(1, args.context - 2 * _STEPS)
     _add(engine, requests, prompt_len, length - prompt_len)
     while engine.stats().steps.get("decode", 0) < _STEPS:
@@ -108,6 +110,7 @@ def profile_prompts(args: Any, num_tokens: int) -> Profile:
         max_num_reqs=4 * each, max_model_len=args.context + 1, max_num_tokens=num_tokens
     )
     engine = _engine(args, limits)
+    # Enough prompts for all steps: none of them may be left half empty.
     _add(engine, each * 3 * _STEPS, args.context, 1)
     for _ in range(_STEPS // 2):
         engine.step()
@@ -122,11 +125,13 @@ def _engine(args: Any, limits: EngineLimits) -> Engine:
 def _add(engine: Engine, requests: int, prompt_len: int, max_tokens: int) -> None:
     sampling = SamplingParams(temperature=1.0, ignore_eos=True)
     for index in range(requests):
+        # Prompts that differ from the first token on, or the prefix cache would have them.
         prompt = [(7 * index + 13 * place) % 1000 for place in range(prompt_len)]
         engine.add(prompt, sampling, max_tokens=max_tokens)
 
 
 def _profile(engine: Engine, args: Any, requests: int) -> Profile:
+    # Without the profiler first, which makes the host late.
     ms = _timed(engine)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         _timed(engine)
@@ -176,6 +181,7 @@ def _kernels_and_gaps(spans: Sequence[tuple[float, float, str]]) -> tuple[Totals
     """
     kernels: Totals = defaultdict(lambda: [0, 0])
     gaps: Totals = defaultdict(lambda: [0, 0])
+    # Up to where the device was busy. Kernels of several streams overlap, and count once.
     reached = min(start for start, *_ in spans)
     for start, end, name in sorted(spans):
         if start > reached:

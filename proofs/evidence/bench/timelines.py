@@ -98,6 +98,7 @@ def make_stage(kind: str, device: torch.device, rank: int) -> tuple[Callable[...
     def wait(
         params: Tensor, state: Tensor, batch: Tensor, x: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        # Sleeping takes no core, so that ranks on one CPU do not slow each other down.
         time.sleep(len(params) * 2e-3)
         return state, batch if x is None else x
 
@@ -120,6 +121,7 @@ def seconds(fn: Callable[[], Any], device: torch.device) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         spans.append(time.perf_counter() - start)
+    # The first two compile and capture.
     return statistics.median(spans[2:])
 
 
@@ -129,6 +131,7 @@ def link_costs(transport: Distributed, batch: Tensor) -> tuple[float, float]:
     end = end_of(transport)
     rank = transport.rank
     timings = []
+    # Two sizes for two unknowns: the latency and the bandwidth.
     for message in (batch[:1].clone(), batch.repeat(8, 1)):
 
         def trip(message: Tensor = message) -> None:
@@ -166,6 +169,7 @@ def measure_rank(backend: BackendName | None, timeout: float) -> Measured:
     rank = transport.rank
     num_ranks = transport.num_ranks
     all_stages = [
+        # Only this rank's weights are real: the others need a stage to count, and none to run.
         make_stage(device.type, device if r == rank else torch.device("meta"), r)
         for r in range(num_ranks)
     ]
@@ -182,6 +186,7 @@ def measure_rank(backend: BackendName | None, timeout: float) -> Measured:
     if device.type == "cuda":
         launch = 0.0
     else:
+        # On a CPU the report of a position is in the way of the work.
         launch = seconds(lambda: transport.monitor.move_to(0, Run("stage 0", 0)), device)
     events = [_run_case(transport, step, case, weights, state, batch) for case in cases(num_ranks)]
     return Measured(alone, *link, launch, events)
@@ -206,6 +211,7 @@ def _run_case(
             step.stream((weights,), (state,), [batch] * len(case.jobs), case.jobs)
         runs.append(recorder.events())
     spans = transport.collect([events[-1].end - events[0].start for events in runs])
+    # A run is as long as its slowest rank.
     longest = [max(durations) for durations in zip(*spans, strict=True)]
     # The same run on every rank
     return runs[sorted(range(1, ROUNDS), key=longest.__getitem__)[(ROUNDS - 1) // 2]]

@@ -30,6 +30,7 @@ from weft.proofs.evidence.bench.graphs import graph_seconds
 from weft.proofs.evidence.environment import environment
 from weft.proofs.evidence.runs.gpu_run import device_seconds
 
+# Of a large copy, measured, and not the data sheet's.
 BANDWIDTH = 4.27e12
 HEADS = {"llama-3.1-8b": (32, 8), "qwen3-0.6b": (16, 8), "qwen3-30b-a3b": (32, 4)}
 CONTEXTS = (256, 1024, 4096, 16384, 32768)
@@ -40,6 +41,7 @@ MOST_POSITIONS = 2**21
 UNEVEN = {
     "16 of 500 to 8000": range(500, 8001, 500),
     "32 of 250 to 8000": range(250, 8001, 250),
+    # One long context among short ones is the hardest to share out among programs.
     "63 x 300 and 30000": (*(300,) * 63, 30000),
     "127 x 300 and 30000": (*(300,) * 127, 30000),
 }
@@ -50,6 +52,7 @@ STEPS = {
     "8192": ((0, 8192),),
     "8192 after 8192": ((8192, 8192),),
     "2048 after 30720": ((30720, 2048),),
+    # As the engine mixes them: prompts of one step with the decodes of all other requests.
     "4 x 480 and 128 decodes at 600": (*((0, 480),) * 4, *((599, 1),) * 128),
 }
 TINY_STEPS = {"2 x 5": ((0, 5),) * 2}
@@ -105,6 +108,8 @@ def make_case(
     lengths = [sum(one) for one in requests]
     counts = [new for _, new in requests]
     used = [-(-length // size) for length in lengths]
+    # In random order, as pages are after a while of serving: neighbours in a context are none in
+    # memory.
     order = torch.randperm(sum(used)).to(torch.int32)
     table = torch.nn.utils.rnn.pad_sequence(list(order.split(used)), batch_first=True)
     places = [torch.arange(past, past + new) for past, new in requests]
@@ -143,9 +148,12 @@ def time_case(
             return backend.attend(case.q, case.pages, *case.where, *plan)
 
         out = call()
+        # The reference, where there is one, comes first: all others are compared with it.
         first = out if first is None else first
         error = float((out.float() - first.float()).abs().max())
         if decodes:
+            # Decodes run in graphs. Steps with prompts are long enough that a launch does not
+            # matter.
             seconds = graph_seconds([call], device)
         else:
             seconds = device_seconds(call, 10, device)
@@ -186,9 +194,11 @@ def time_all(device: str, *, quick: bool) -> Iterator[Row]:
                 decodes[f"{requests} x {context}"] = [context] * requests
         for shape, contexts in decodes.items():
             case = make_case([(context - 1, 1) for context in contexts], heads, device)
+            # Bytes: keys and values of 128 elements of two bytes each, for each head of keys.
             work = 512.0 * heads[1] * sum(contexts)
             yield from time_case(case, model, shape, work, names, device, decodes=True)
         for shape, step in (TINY_STEPS if quick else STEPS).items():
+            # Causal: a new token meets the past, itself, and the new ones before it.
             pairs = sum(new * past + new * (new + 1) / 2 for past, new in step)
             case = make_case(step, heads, device)
             yield from time_case(
@@ -210,6 +220,7 @@ def time_tiles(device: str, *, quick: bool) -> Iterator[Row]:
             case = make_case(step, heads, device)
             tile_rows = list[Row]()
             work = 512.0 * heads[0] * sum(new * past + new * (new + 1) / 2 for past, new in step)
+            # The package's own first, so that the errors of the others are relative to it.
             for rows, tile in default_tiles + [one for one in TILES if one not in default_tiles]:
                 with prompt_tile(rows, tile):
                     name = f"{rows} x {tile[0]}, {tile[1]} warps, {tile[2]} stages"

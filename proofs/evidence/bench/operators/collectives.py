@@ -33,6 +33,7 @@ from weft.transforms.pipelines.transports.launch import launch
 
 TOKENS = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 8192)
 HIDDEN = 2048
+# Several in one graph, or the launch of the graph would be most of its time.
 COUNT = 20
 ROWS = (1, 8, 64)
 # Rows of logits that a rank gets, and their columns.
@@ -60,6 +61,8 @@ def cases(ranks: int) -> Iterator[tuple[Collective, tuple[int, int]]]:
     for tokens in TOKENS:
         yield AllReduce(among), (tokens, HIDDEN)
     for rows in ROWS:
+        # From columns of all rows to all columns of some: what ranks that share a head do before
+        # they sample.
         yield AllToAll(among, split_dim=0, concat_dim=1), (rows * ranks, VOCABULARY // ranks)
 
 
@@ -79,6 +82,8 @@ def measure(way: str, timeout: float) -> list[Row]:
         ).perform
     rows = []
     for effect, shape in cases(ranks):
+        # Each rank draws the values of all, from one seed, so that it can compute what it should
+        # get.
         drawn = torch.randn(
             ranks, *shape, generator=torch.Generator(device).manual_seed(shape[0]), device=device
         )
@@ -90,6 +95,8 @@ def measure(way: str, timeout: float) -> list[Row]:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             outs = [perform(effect, x) for _ in range(COUNT)]
         replayed = timed(graph.replay, ROUNDS) / COUNT
+        # Bit for bit. NCCL adds up in another order and rounds in between, so that its bits may be
+        # others.
         equal = all(torch.equal(out, expected) for out in outs)
         graph.reset()  # a communicator waits for the graphs that hold it
         rows.append(Row(way, verb_of(effect), shape, replayed * 1e6, eager * 1e6, equal))
@@ -106,6 +113,7 @@ class Library:
     def perform(self, effect: Collective, x: Tensor) -> Tensor:
         """An all-reduce; or an all-to-all of rows, whose columns are then joined."""
         if isinstance(effect, AllReduce):
+            # NCCL reduces in place.
             out = x.clone()
             self.group.allreduce([out]).wait()
             return out

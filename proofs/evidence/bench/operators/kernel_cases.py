@@ -56,6 +56,7 @@ class Maker:
         for one in shape:
             size *= one
         if self.device == "cuda":
+            # At most 64, which keeps graphs of small weights short.
             return max(1, min(64, -(-LEAST_BYTES // size)))
         return 1
 
@@ -63,13 +64,17 @@ class Maker:
         """FP8 weights and their scales."""
         *outer, rows, columns = shape
         weight = torch.empty(shape, dtype=torch.float8_e4m3fn, device=self.device)
+        # In pieces, since random numbers in float32 take four times the memory of the weights.
         for some in weight.view(-1, columns).split(2**16):
             some.copy_(torch.randn(some.shape, device=self.device) * 16)
         blocks = (*outer, fp8.ceil_blocks(rows), fp8.ceil_blocks(columns))
+        # The values have deviation 16 and the scales undo it, so that results have deviation 1 or
+        # so.
         return weight, (0.5 + torch.rand(blocks, device=self.device)) / 16 / columns**0.5
 
     def route(self, sizes: Sizes, tokens: int) -> tuple[Tensor, Tensor]:
         """The routing weights and experts of tokens, with all experts equally likely."""
+        # All experts equally likely: the most different ones, and so the most bytes.
         logits = torch.randn(tokens, sizes.num_experts, device=self.device)
         return route.reference(logits, sizes.top_k, True, torch.float32)
 
@@ -150,6 +155,7 @@ def linear_case(make: Maker, name: str, tokens: int, rows: int, columns: int, ki
             tokens,
             moved + out_bytes,
             calls,
+            # In float64, so that what is compared with has no rounding of its own.
             lambda: F.linear(x.double(), plain[0].double()),
         )
     weights = [make.fp8(rows, columns) for _ in range(copies)]
@@ -184,6 +190,7 @@ def rotary_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
         f"{qkv.shape[0] if qkv.dim() == 3 else 1} parts {sizes.heads}/{sizes.kv_heads} heads of"
         f" {sizes.dim}"
     )
+    # The reference writes to a cache of its own, and both are compared.
     other = pages.clone()
     return Case(
         "rotate_and_keep",
@@ -217,6 +224,7 @@ def experts_case(make: Maker, sizes: Sizes, tokens: int) -> Case:
     second = [make.fp8(sizes.num_experts, sizes.hidden, sizes.inner) for _ in range(copies)]
     # Each call has other experts, since those of one token would stay in the cache.
     routes = [make.route(sizes, tokens) for _ in range(16 if make.device == "cuda" else 1)]
+    # Only experts that some token has are read.
     touched = sum(len(experts.unique()) for _, experts in routes) / len(routes) / sizes.num_experts
     moved = int(nbytes(*first[0], *second[0]) * touched) + nbytes(x.values, x.scales)
     moved += tokens * sizes.top_k * (4 * sizes.inner + 4 * sizes.hidden)
@@ -248,10 +256,13 @@ def relative_error(result: Any, expected: Any) -> float:
     errors = []
     for one, other in pairs:
         one, other = (
+            # Kernels may leave a result in parts, which the next kernel adds up. Their number is
+            # not the reference's.
             sum_parts(x, torch.float64) if x.dim() == 3 and one.shape != other.shape else x
             for x in (one, other)
         )
         one = one.double()
         other = other.double()
+        # By norms: single elements near 0 have large relative errors that mean nothing.
         errors.append(float((one - other).norm() / other.norm().clamp(min=1e-30)))
     return max(errors)

@@ -33,6 +33,7 @@ from weft.proofs.evidence.bench.operators.sizes import (
 )
 from weft.proofs.evidence.environment import environment
 
+# Of a large copy, measured, and not the data sheet's.
 BANDWIDTH = 4.27e12
 TOKENS = (1, 8, 64, 128, 256)
 
@@ -57,6 +58,7 @@ def time_case(case: Case, model: str, device: str) -> Row:
     if case.expected is None:
         error = None
     else:
+        # Before it is timed: the time of a wrong result says nothing.
         error = relative_error(case.calls[0](), case.expected())
     us = graph_seconds(case.calls, device) * 1e6
     floor = case.bytes / BANDWIDTH * 1e6
@@ -107,6 +109,7 @@ def main() -> None:
     else:
         device = "cpu"
     quick = args.quick or device == "cpu"
+    # References multiply in float32, which TF32 would round to ten bits.
     torch.backends.cuda.matmul.allow_tf32 = False
     if quick:
         sizes = (TINY_EXPERTS, TINY)

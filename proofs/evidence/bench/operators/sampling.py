@@ -26,6 +26,7 @@ from weft.ops.sampling.table import SamplingTable
 from weft.proofs.evidence.environment import environment
 from weft.transforms.graphs.graphify import graphify
 
+# One feature at a time, and then together: a row without one pays nothing for it.
 ASKED: dict[str, dict[str, Any]] = {
     "nothing": {},
     "greedy": {"temperature": 0.0},
@@ -50,6 +51,7 @@ DRAWS = 20
 
 def time_draws(draw: Callable[[], Tensor], device: str) -> float:
     """Microseconds per draw in a graph of `DRAWS` draws, the least of several replays."""
+    # Twenty in a graph, so that its launch is a small part of the time.
     graph = graphify(lambda: [draw() for _ in range(DRAWS)][-1])
     graph()
     times = []
@@ -65,7 +67,9 @@ def time_draws(draw: Callable[[], Tensor], device: str) -> float:
 def time_case(name: str, count: int, vocab: int, device: str) -> dict[str, Any]:
     """One row of the report: a batch of `count` requests with the same sampling parameters."""
     generator = torch.Generator().manual_seed(0)
+    # Deviation 3, so that some tokens are much likelier than others, as a model's are.
     logits = (torch.randn(count, vocab, generator=generator) * 3).to(device, torch.bfloat16)
+    # One row more than requests: the last one is that of padding.
     table = SamplingTable.zeros(count + 1, vocab, 300, device)
     params = [
         SamplingParams(**{"temperature": 1.0, "seed": row} | ASKED[name]) for row in range(count)

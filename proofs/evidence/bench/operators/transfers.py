@@ -26,6 +26,7 @@ from weft.transforms.pipelines.transports.launch import launch
 from weft.transforms.pipelines.transports.messaging.messages import ProcessEnd
 
 SHAPE = (64, 2048)
+# Several in one graph, or its launch would be most of the time.
 TRIPS = 20
 ROUNDS = 9
 
@@ -50,6 +51,8 @@ def trips(end: ProcessEnd, rank: int, message: Tensor, back: Tensor, count: int)
             end.recv([back], 1, 0)
         else:
             end.recv([back], 0, 0)
+            # What came, and not what rank 1 has: only so does rank 0 see whether the message was
+            # right.
             end.send([back], 0, 0)
 
 
@@ -75,12 +78,14 @@ def measure(backend: BackendName, timeout: float) -> Row:
     message = torch.randn(SHAPE, dtype=torch.bfloat16, device=transport.device)
     back = torch.zeros_like(message)
     eager = timed(lambda: trips(end, rank, message, back, TRIPS), ROUNDS) / TRIPS
+    # Or the eager run's values would still be there, and pass for those of the graph.
     back.zero_()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         trips(end, rank, message, back, TRIPS)
     replayed = timed(graph.replay, ROUNDS) / TRIPS
     equal = rank != 0 or torch.equal(back, message)
+    # 16 MiB, of which the latency is a small part.
     large = torch.randn(2**22, device=transport.device)
     bulk = timed(lambda: trips(end, rank, large, torch.empty_like(large), 1), ROUNDS)
     floor = message.nbytes / large.nbytes * bulk

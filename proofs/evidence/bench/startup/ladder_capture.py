@@ -42,6 +42,7 @@ def capture_ladder(model: Model, limits: Limits, device: str) -> dict[str, Any]:
     (graph,) = runner.graphs
     example = runner.params, state, Batch.decode(rows, device=device)
     start = time.perf_counter()
+    # By itself, so that the seconds of the captures have no compilation in them.
     graph.compile_ahead(*example)
     compile_seconds = time.perf_counter() - start
     start = time.perf_counter()
@@ -51,6 +52,7 @@ def capture_ladder(model: Model, limits: Limits, device: str) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     used = graph.memory_analysis()
     pieces = num_pieces(graph)
+    # The estimate must not find the graphs that it estimates.
     graph.cache_clear()
     start = time.perf_counter()
     estimate = graph.memory_estimate(*example)
@@ -87,7 +89,10 @@ def main() -> None:
     else:
         limits = Limits(128, 256)
     runs = [
-        {"run": which, **capture_ladder(model, limits, device)} for which in ("first", "second")
+        # The second time the driver has kept memory, and triton its kernels: both figures are of
+        # use.
+        {"run": which, **capture_ladder(model, limits, device)}
+        for which in ("first", "second")
     ]
     args.out.mkdir(parents=True, exist_ok=True)
     report = {"environment": environment(device), "runs": runs}

@@ -34,6 +34,7 @@ def split(shapes: Sequence[Shape], folds: int) -> list[list[Shape]]:
     >>> [len(fold) for fold in split([(n, 64) for n in range(7)], 3)]
     [3, 2, 2]
     """
+    # By shape and not by product: another number of tokens of the same shape would tell the answer.
     unique_shapes = sorted(set(shapes))
     random.Random(0).shuffle(unique_shapes)
     return [sorted(unique_shapes[i::folds]) for i in range(folds)]
@@ -53,7 +54,9 @@ def validate(
     for fold in folds:
         training = [case for case in cases if case.shape[1:] not in fold]
         rounded = {
-            name: float(f"{value:.4g}") for name, value in attrs.asdict(fit(training, fp8)).items()
+            # Rounded as `linear.json` has them, so that what is judged is what would be shipped.
+            name: float(f"{value:.4g}")
+            for name, value in attrs.asdict(fit(training, fp8)).items()
         }
         yield {
             "shapes": fold,
@@ -72,6 +75,7 @@ def choices(
     for case in cases:
         if case.shape[1:] in fold:
             one = chosen(model, case)
+            # Of all that was timed, also of tiles that the model does not know.
             best = min(case.costs, key=case.costs.__getitem__)
             us = [round(case.costs[choice] * 1e6, 3) for choice in (one, best)]
             rows.append([*case.shape, *us, _fields(one), _fields(best)])
@@ -116,6 +120,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def format_json(written: dict[str, Any]) -> str:
     """JSON with a line for each product."""
     folds = [fold for model_folds in written["models"].values() for fold in model_folds]
+    # JSON has either no line breaks or too many: marks stand for the products until they are
+    # written.
     lines = {json.dumps(f"@{i}"): fold["products"] for i, fold in enumerate(folds)}
     for mark, fold in zip(lines, folds, strict=True):
         fold["products"] = json.loads(mark)

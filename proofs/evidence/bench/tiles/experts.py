@@ -15,6 +15,7 @@ from weft.ops.tiles.tile import Tile, power_of_two
 from weft.proofs.evidence.bench.graphs import LEAST_BYTES, Graphs
 from weft.proofs.evidence.bench.tiles.weights import drawn
 
+# Each call has the experts of another draw, since those of one token would stay in the cache.
 _ROUTES = 16
 # The shared memory of sm_90 that the tiles in flight of one program may take.
 _SHARED_BYTES = 227 * 2**10
@@ -96,6 +97,8 @@ def expert_candidates(tokens: int, top_k: int, num_experts: int, fp8: bool) -> I
     """
     pairs = tokens * top_k
     each = max(1, pairs // num_experts)
+    # One token has an expert of its own for each pair, so that there is nothing to sort. Without
+    # sorting, each program looks through all pairs, which is slow for many.
     for sort in (False,) if tokens == 1 else (False, True) if pairs <= 2 * SCAN_PAIRS else (True,):
         for height in _EXPERT_ROWS if sort else (16,):
             if (height == 16 and each <= 128) or each // 4 <= height <= 4 * each:
@@ -103,6 +106,7 @@ def expert_candidates(tokens: int, top_k: int, num_experts: int, fp8: bool) -> I
                     for across, stages in (
                         ((128, 3), (128, 4), (128, 6)) if fp8 else ((64, 4), (128, 3), (128, 4))
                     ):
+                        # Tiles beyond it would not launch.
                         if (rows + height) * across * (1 if fp8 else 2) * stages <= _SHARED_BYTES:
                             yield Tile(rows, height, across, warps, stages, sort=sort)
 
@@ -132,6 +136,7 @@ def choices(product: ExpertProduct) -> list[Tile]:
 def kind_of(product: ExpertProduct, tile: Tile) -> ExpertKind:
     """The kind of the kernel of a product with this tile, as a small product."""
     pairs = product.tokens * product.top_k
+    # The kernel is compiled for powers of two, so that one stands for all numbers below.
     scanned = max(SCAN_PAIRS, power_of_two(pairs))
     if product.num_experts % 16:
         experts = product.num_experts
@@ -179,6 +184,7 @@ class ExpertTimer:
         """As of `LinearTimer`."""
         if self._compiled.get(kind_of(product, choice), "not reached"):
             return None
+        # All tiles of a product have the same inputs: they are drawn once.
         if self._inputs is None or self._inputs[0] != product:
             self._inputs = product, self._make(product)
         calls = [_call(product, choice, *args) for args in self._inputs[1]]
@@ -219,6 +225,8 @@ class ExpertTimer:
                 arena[i % there * size :][:size].view(shape),
                 scales if product.fp8 else None,
             )
+            # By the bytes that are touched and not by those that there are: experts without a token
+            # are not read.
             for i in range(max(2, min(int(LEAST_BYTES / touched) + 1, 128)))
         ]
 
@@ -270,6 +278,8 @@ def _call(
 
     if product.kind == "down" or not product.fp8:
         return partial(down, inputs.values, inputs.scales)
+    # As the package does: with few tokens the product quantises its input itself, with many a
+    # kernel does.
     if tile.tokens < 64:
         return partial(down, inputs.x, None)
     return lambda: down(*quantize(inputs.x))

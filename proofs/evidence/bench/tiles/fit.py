@@ -68,6 +68,7 @@ def merged(paths: Sequence[Path]) -> tuple[dict[bool, list[Case]], dict[str, Any
         product_seconds = seconds.setdefault(measured.product, {})
         for choice, value in measured.seconds.items():
             if isinstance(choice, Tile) or choice in _LIBRARIES:
+                # The mean of two graphs, where the best ones were timed again.
                 values = [value, measured.again.get(choice, value)]
                 product_seconds.setdefault(choice if isinstance(choice, Tile) else None, []).append(
                     sum(values) / 2
@@ -115,6 +116,7 @@ def fit(cases: Sequence[Case], fp8: bool, gpu: Device = MEASURED) -> Coefficient
             [np.log(formula_seconds(*shape, fp8, ts, gpu, by)) - y for shape, ts, y in samples]
         )
 
+    # Logarithms of coefficients are fitted, so that none becomes negative.
     start = np.log(attrs.astuple(_START))
     return Coefficients(*map(float, np.exp(_least_squares(errors, start))))
 
@@ -125,6 +127,7 @@ def _least_squares(errors: Any, start: Array) -> Array:
     x = start
     damping = 1e-2
     residuals = errors(start)
+    # With the number of samples, as their errors are summed: the pull is the same for any number.
     pull = np.full(len(x), 1e-5 * len(residuals))
 
     def loss(residuals: Array, at: Array, weights: Array) -> float:
@@ -134,12 +137,17 @@ def _least_squares(errors: Any, start: Array) -> Array:
         jacobian = np.stack(
             [(errors(x + 1e-4 * unit) - residuals) / 1e-4 for unit in np.eye(len(x))], 1
         )
+        # Huber's weights: a time that a hiccup made too long must not bend the whole fit.
         weights = np.minimum(1, _STABLE / np.maximum(np.abs(residuals), 1e-9))
         normal = jacobian.T @ (jacobian * weights[:, None]) + np.diag(pull)
         gradient = jacobian.T @ (residuals * weights) + pull * (x - start)
         while damping < 1e6:
             step = np.clip(
-                np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -gradient), -0.4, 0.4
+                # At most 0.4 in the logarithm, half as much again: the formula is far from linear
+                # further on.
+                np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -gradient),
+                -0.4,
+                0.4,
             )
             other = errors(x + step)
             if loss(other, x + step, weights) < loss(residuals, x, weights):
@@ -177,6 +185,7 @@ def make_model(cases: Sequence[Case], by: Coefficients, fp8: bool, gpu: Device =
         if case.shape[0] not in _LEFT_OUT:
             places.append(case.shape)
             beyond.append(entries)
+    # A tile that was never near the best one is taken to be slow, so that it is not chosen.
     means = [round(float(np.mean(values)), 2) if values else 0.5 for values in usual]
     return Model(fp8, by, means, np.log(np.array(places, float)), beyond)
 
@@ -264,6 +273,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         apart = [case for case in cases[fp8] if case.shape[1:] in validation_shapes]
         first = make_model(training, fit(training, fp8), fp8)
         by = fit(cases[fp8], fp8)
+        # What is written knows all shapes. The figures of shapes held out are of the model before.
         final = make_model(cases[fp8], by, fp8)
         errors = np.abs(
             [

@@ -65,8 +65,10 @@ def measure(sustained: bool) -> Iterator[dict[str, Any]]:
         calls = ways(tokens, rows, columns)
         if sustained:
             samples = {name: list[float]() for name in calls}
+            # To and fro: the GPU gets warmer, and what comes later would always be slower.
             for name in (*calls, *reversed(calls)):
                 times = int(_SECONDS / run_seconds(calls[name], 5)) + 1
+                # Once without counting, until the clock has fallen to what the power cap allows.
                 run_seconds(calls[name], times)
                 samples[name].append(run_seconds(calls[name], times))
             timings = {name: statistics.mean(values) for name, values in samples.items()}

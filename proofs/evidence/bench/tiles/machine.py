@@ -30,6 +30,7 @@ def compile_all(
         pending = pool.imap_unordered(compile_kind, kinds)
         for _ in kinds:
             try:
+                # What is not compiled by then is not timed.
                 kind, compiled = pending.next(max(until - time.time(), 0.1))
             except multiprocessing.TimeoutError:
                 break
@@ -44,6 +45,7 @@ def device_facts() -> Iterator[tuple[str, Any]]:
     yield "processors", properties.multi_processor_count
     yield "cache_bytes", properties.L2_cache_size
     yield "memory_bytes", properties.total_memory
+    # 2 GiB, many times the cache.
     large = torch.zeros(2**30, device="cuda", dtype=torch.bfloat16)
     yield "read_bytes_per_second", large.nbytes / _seconds(lambda: large.sum())
     other = torch.empty_like(large)

@@ -47,6 +47,7 @@ _NEAR = 1.1
 # The rows from which a layer is a head, which is never in FP8.
 _WIDEST_FP8 = 100_000
 # The order of the numbers of tokens.
+# Far apart first, so that a run that is cut off has all ends of the range.
 _ORDER = (1, 64, 2048, 6, 128, 96, 8, 512, 16, 256, 32, 700, 24, 4)
 
 
@@ -83,6 +84,7 @@ def products() -> list[Product]:
         for shape in some
         if kind == "linear" or shape[0] < _WIDEST_FP8
     ]
+    # The sort is stable: all shapes have one number of tokens before any has the next.
     return sorted(all_products, key=lambda product: _ORDER.index(product.tokens))
 
 
@@ -109,6 +111,8 @@ def measure(product: Product | ExpertProduct, timer: Timer) -> Measured:
             replay := timer.start(product, choice)
         ):
             replay()
+            # In a graph of its own, whose memory lies elsewhere: a choice may have been lucky in
+            # the first.
             again[choice] = replay()
     return Measured(product, seconds, again)
 
@@ -129,6 +133,7 @@ def as_json(measurements: Sequence[Measured], facts: dict[str, Any]) -> dict[str
     number = {choice: i for i, choice in enumerate(names)}
 
     def rows(seconds: dict[Choice, float]) -> list[tuple[int, int]]:
+        # Whole nanoseconds are finer than events measure, and short in the file.
         return [(number[choice], round(value * 1e9)) for choice, value in seconds.items()]
 
     return {
@@ -221,12 +226,15 @@ def run_linear(
 ) -> None:
     """Compile, time and write linear layers."""
     start = time.time()
+    # The longest compilations first, or the last of them would run alone.
     slow_first = sorted(
         kinds, key=lambda kind: -kind.tile.rows * kind.tile.tokens * kind.tile.stages
     )
+    # Less than half, so that there is time left for what was compiled.
     compiled = compile_all(slow_first, compile_kind, 0.45 * limit)
     print(f"{len(compiled)} compiled by {time.time() - start:.0f} s", flush=True)
     for kind, result in compiled.items():
+        # `not <`, so that NaN is printed as well.
         if isinstance(result, str) or not result.error < 0.02:
             print(kind, result)
     timer = LinearTimer(compiled)
@@ -284,6 +292,7 @@ def _search(
 ) -> None:
     """Add what is measured to `measurements`, and print how far it is."""
     tokens = 0
+    # 30 seconds are left for the consumers of parts, and the record.
     for one in search(work, timer, start + limit - 30):
         if one.product.tokens != tokens:
             tokens = one.product.tokens

@@ -48,6 +48,7 @@ def shapes(models: Mapping[Sizes, Sequence[int]]) -> list[tuple[int, int]]:
 
 
 def _shapes(model: Sizes, ranks: int) -> Iterator[tuple[int, int]]:
+    # With more ranks than heads of keys, each still has one.
     heads = (model.heads + 2 * max(model.kv_heads, ranks)) * model.dim
     yield cdiv(heads, ranks), model.hidden
     yield model.hidden, model.heads * model.dim // ranks

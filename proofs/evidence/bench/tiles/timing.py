@@ -71,6 +71,7 @@ class Compiled:
 def kind_of(product: Product, tile: Tile) -> Kind:
     """The kind of the kernel of a product with this tile."""
     grouped = cdiv(product.tokens, tile.tokens) > 2
+    # The number of parts is an argument of the kernel: only whether there are any is compiled in.
     return Kind(attrs.evolve(tile, parts=1), product.kind == "fp8_linear", tile.parts > 1, grouped)
 
 
@@ -78,6 +79,7 @@ def compile_kind(kind: Kind) -> tuple[Kind, Compiled | str]:
     """Run a kernel of this kind on a small product."""
     from weft.ops.products.linear_triton import _linear_kernel, run_tile
 
+    # Three tiles are the least that are grouped.
     tokens = kind.tile.tokens * (3 if kind.grouped else 1)
     rows = 256
     columns = 1024
@@ -92,6 +94,8 @@ def compile_kind(kind: Kind) -> tuple[Kind, Compiled | str]:
         values, scales = fp8.reference_quantize(x)
         w = weight.to(torch.float8_e4m3fn)
         scale = torch.rand(rows // 128, columns // 128, device="cuda")
+        # Compared with what the quantised values mean, so that the error is the kernel's and not
+        # FP8's.
         x = fp8.dequantize(fp8.Quantized(values, scales))
         weight = fp8.dequantize_weight(w, scale)
     tile = attrs.evolve(kind.tile, parts=2 if kind.split else 1)
@@ -140,8 +144,10 @@ class LinearTimer:
         except Exception as error:
             if isinstance(choice, Tile):
                 raise
+            # A library may refuse a shape. A tile of ours that was compiled must run.
             self.errors[key] = f"{product}: {error}"
             return None
+        # Once, to know that its scales are laid out as it takes them.
         if choice == "scaled_mm" and not self.scaled_mm_error:
             values, scales, weight, scale = self._inputs[1][0]
             wide = fp8.dequantize_weight(weight, scale).t()
@@ -180,6 +186,7 @@ class LinearTimer:
             return [(x, None, weight, None) for weight in weights]
         values, scales = fp8.reference_quantize(x)
         blocks = fp8.ceil_blocks(product.rows), fp8.ceil_blocks(product.columns)
+        # A multiple of four floats, so that each cut is aligned to 16 bytes.
         each = cdiv(blocks[0] * blocks[1], 4) * 4
         rest = len(self._scales) // each
         cut = [
@@ -229,6 +236,7 @@ def _consumer_calls() -> Iterator[tuple[str, int, int, int, Callable[[], Any]]]:
                 x = torch.randn(
                     shape, device="cuda", dtype=torch.float32 if parts else torch.bfloat16
                 )
+                # Widths of gates; those of hidden states are smaller.
                 if rows >= 8192:
                     yield "silu_mul", tokens, rows, parts, partial(silu_mul, x, torch.bfloat16)
                 if rows <= 8192:

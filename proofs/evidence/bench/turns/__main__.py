@@ -56,8 +56,10 @@ _CHOICES = re.compile(
     r" capturing|init engine).*)"
 )
 _GPU_FIELDS = "clocks.sm", "temperature.gpu", "power.draw", "clocks_event_reasons.active"
+# The bit of `clocks_event_reasons` that says that the power cap holds the clock down.
 _POWER_CAP = 4
 _FEW_ROUNDS = 3
+# Without importing it, which takes many seconds.
 _HAS_VLLM = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
 # The folder of a checkout that has the package.
 _SOURCE = ".src"
@@ -99,6 +101,7 @@ class Engine:
         """
         until = time.monotonic() + seconds
         while not path.exists():
+            # An engine that has died gives no answer, and its log says why.
             if self.process.poll() is not None or time.monotonic() > until:
                 if self.process.poll() is None:
                     ended = "took too long"
@@ -124,7 +127,12 @@ def running(
         )
     with open(folder / f"{name}.log", "wb") as log:
         process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            # A session of its own, since an engine starts processes, which must end with it.
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
         )
         engine = Engine(name, folder, process)
         try:
@@ -186,6 +194,8 @@ def compare(name: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         model = folder / "models" / name
         model.mkdir(parents=True)
         (model / "config.json").write_text(json.dumps(args.models[name]))
+        # The real dimensions with random weights: no checkpoint is needed, and times do not depend
+        # on it but for the power of the GPU.
         weft_options = {"model": str(model), "load_format": "dummy", "pp": args.pp}
         most = max(one.num_requests for one in workloads.values())
         weft_options |= {"input_len": longest[0], "output_len": longest[1], "max_num_seqs": most}
@@ -198,6 +208,7 @@ def compare(name: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             json.dumps(weft_options),
         ]
         weft = stack.enter_context(running("weft", folder, [*command, "weft"], args.gpus))
+        # weft first: what it takes says how much memory is left for the other.
         started = weft.answer(folder / "weft-ready", _START_SECONDS)
         gpus = args.peer_gpus or args.gpus
         if args.against is not None:
@@ -211,6 +222,7 @@ def compare(name: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 "pipeline_parallel_size": args.pp or 1,
                 "max_num_seqs": most,
             }
+            # No longer than needed, since vLLM keeps room for it.
             peer_options["max_model_len"] = min(sum(longest) + 64, positions)
             if started["device_bytes"] is not None:
                 used = max(rank["peak_bytes"] + rank["graph_bytes"] for rank in started["ranks"])
@@ -238,6 +250,8 @@ def compare(name: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         progress = stack.enter_context(tqdm(total=total, desc=name, unit="turn", disable=None))
         samples = stack.enter_context(watched(visible.split(",")[0]))
         for repeat in range(args.rounds + 1):
+            # Both on one workload, one right after the other: whatever slows the machine slows
+            # both.
             for workload, engine in itertools.product(workloads, orders[repeat % 2]):
                 request = workloads[workload].turn(seed=repeat)
                 answer = engine.answer(engine.ask(request), _TURN_SECONDS)
@@ -290,6 +304,7 @@ def table(
         else:
             unit = "output_tokens_per_s"
         speeds = [[row[unit] for row in side] for side in (weft_rows, peer)]
+        # Without the first pass, which may compile and capture.
         medians = [statistics.median(side[1:] or side) for side in speeds]
         yield {
             "workload": workload,

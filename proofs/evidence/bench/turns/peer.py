@@ -31,6 +31,7 @@ def turns(folder: Path, engine: str) -> Iterator[tuple[Path, dict[str, Any]]]:
         turn = folder / f"{engine}-{number}"
         while not turn.exists():
             try:
+                # Signal 0 only asks whether the process is there.
                 os.kill(driver, 0)
             except ProcessLookupError:
                 sys.exit("the process that gives the turns has ended")
@@ -45,6 +46,7 @@ def write(path: Path, value: Any, indent: int | None = None) -> None:
     """Write JSON, so that whoever sees the file sees all of it."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(value, indent=indent) + "\n")
+    # A rename is one step: nobody reads half a file.
     partial.rename(path)
 
 
@@ -76,6 +78,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     options = json.loads(sys.argv[2])
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # The model is a folder: there is nothing to load.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # A function goes to its own processes
     os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
@@ -86,6 +89,7 @@ def main() -> None:
     arguments = {
         "skip_tokenizer_init": True,
         "load_format": "dummy",
+        # Prompts are random, so that there is nothing to share: weft's cache finds nothing either.
         "enable_prefix_caching": False,
         "seed": 0,
         **options,
@@ -123,6 +127,7 @@ def main() -> None:
             max_tokens=most, ignore_eos=True, detokenize=False, **request["sampling"]
         )
         start = time.perf_counter()
+        # Without a progress bar, which takes time on each step.
         done = llm.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - start
         tokens = sum(len(one.outputs[0].token_ids) for one in done)

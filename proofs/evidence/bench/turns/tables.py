@@ -113,6 +113,7 @@ def peer_rows() -> Iterator[tuple[str, ...]]:
 def newest() -> list[Turns]:
     """The newest of each workload, by model, vLLM's libraries and machine."""
     ordered = sorted(turns(), key=lambda one: one.record.build)
+    # The last one of a key stays in a dict, and records are in the order of their time.
     return [*{(one.model, one.peer, one.machine, one.workload): one for one in ordered}.values()]
 
 

@@ -41,6 +41,7 @@ class Workload(NamedTuple):
 
     def turn(self, seed: int) -> dict[str, Any]:
         """The requests of one round, for both engines: prompt lengths, completion length, sampling."""
+        # By the round, so that both engines have the same lengths in it.
         draw = random.Random(seed)
         if self.varied:
             lengths = [draw.randint(1, one) for one in self.most]
