@@ -42,7 +42,7 @@ def _without_window(q: Tensor, kv_pages: Tensor, *rest: Any) -> Tensor:
     """Between two graphs, nothing has a window."""
     *where, _, handle, begins = rest
     # Attention between two graphs is an operator of its own, called by a handle: a test of whole
-    # graphs or of eager steps does not come here.
+    # graphs does not come here.
     return _BY_HANDLE(q, kv_pages, *where, 0, handle, begins)
 
 

@@ -162,7 +162,7 @@ class _OneCase(ExampleDatabase):
         self.choices = choices
 
     def fetch(self, key: bytes) -> Iterable[bytes]:
-        # Hypothesis asks for these lists of the same test as well; the case would run three times.
+        # Hypothesis asks for these lists of the same test as well, and the case would run again.
         if key.endswith((b".secondary", b".pareto")):
             return ()
         return (self.choices,)

@@ -98,8 +98,8 @@ def _predicting() -> AbstractContextManager[Any]:
     return mock.patch.object(serving, "observe", observed)
 
 
-# The hash of the pages before is left out: equal tokens after another beginning have other keys and
-# values. Prompts that differ from their first token on do not show it.
+# The hash of the pages before is left out. A prompt shows it that begins with the tokens of a later
+# page of another one, whose keys and values have another beginning in them.
 def _by_tokens_alone(_: bytes, content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
@@ -324,7 +324,7 @@ _WRITE = Weights.write
 
 
 def _new_adapters_alone(weights: Weights, pairs: Any, adapters: Any) -> None:
-    # By identity, as an adapter that is changed in place equals itself.
+    # By identity: one that is changed in place is the same adapter with other values.
     new = {id(adapter) for adapter in adapters.values()}
 
     def write_new(
