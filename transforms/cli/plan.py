@@ -22,6 +22,7 @@ from weft.transforms.pipelines.timing.drawing import LEAST_WIDTH
 from weft.transforms.pipelines.timing.hardware import Machine
 from weft.transforms.pipelines.timing.prediction import NOTE, Prediction, predict_decode
 from weft.transforms.pipelines.timing.splits import SplitPlan, plan_splits
+from weft.transforms.pipelines.timing.timeline import busy_shares
 
 
 def run(options: Plan) -> int:
@@ -114,10 +115,10 @@ def as_report(options: Plan, plan: Prediction, splits: SplitPlan | None) -> dict
         "splits": plan.splits,
         "programs": [str(program) for program in plan.programs],
         "timeline": {
-            **{
-                name: getattr(timeline, name)
-                for name in ("step_time", "busy", "bubble", "peak_bytes")
-            },
+            "step_time": timeline.step_time,
+            "busy": busy_shares(timeline),
+            "bubble": timeline.bubble,
+            "peak_bytes": timeline.peak_bytes,
             "events": [
                 attrs.asdict(e, recurse=False) | {"effect": str(e.effect)} for e in timeline.events
             ],

@@ -88,7 +88,7 @@ def _watched_by_a_mode() -> Iterator[None]:
 # The right one notes that an operator raised: a function that goes on after the error has branched
 # on data. Inputs that raise in every call, or in none, do not show it.
 def _call_without_note(self: Audit, func: Any, args: Any, kwargs: Any) -> Any:
-    return func(*args, **kwargs)
+    return self.pass_on(func, args, kwargs)
 
 
 def _plain_alias(leaf: Any, like: Any, grad: bool) -> Any:
@@ -117,9 +117,9 @@ def _addresses_forgotten() -> Iterator[None]:
     """Only names are compared, and not where the tensors lie."""
     make = Outside.__init__
 
-    def init(self: Outside, fn: Any, external: Any, thorough: bool) -> None:
+    def init(self: Outside, fn: Any, external: Any, **options: Any) -> None:
         # `p.data = other` leaves the name and the object as they were: only the address tells.
-        make(self, fn, (), thorough)
+        make(self, fn, (), **options)
 
     with mock.patch.object(Outside, "__init__", init):
         yield
@@ -130,10 +130,10 @@ def _names_forgotten() -> Iterator[None]:
     """Only addresses are compared, and not what the names stand for."""
     make = Outside.__init__
 
-    def init(self: Outside, fn: Any, external: Any, thorough: bool) -> None:
+    def init(self: Outside, fn: Any, external: Any, **options: Any) -> None:
         # The graph keeps the tensor alive that the name stood for, so its address does not change
         # when the name is bound to another one.
-        make(self, _nothing, external, False)
+        make(self, _nothing, external, **options | {"thorough": False})
 
     with mock.patch.object(Outside, "__init__", init):
         yield

@@ -301,7 +301,7 @@ GRAPHS = (
     Mutant(
         "the key takes 1, 1.0 and True for one",
         _CALLS,
-        replace(_KEY, "value_key", lambda value: value),
+        replace(_KEY, "value_key", lambda value: (object, value)),
     ),
     Mutant(
         "the fast path checks no tensor", _CALLS, replace(_FAST_PATH, "tensors_check", _no_check)

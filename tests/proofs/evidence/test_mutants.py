@@ -15,8 +15,10 @@ from weft.errors import ArgumentError
 from weft.proofs import LawViolation
 from weft.proofs.evidence.mutants import MUTANTS, Mutant
 from weft.proofs.evidence.mutants.__main__ import table
+from weft.proofs.evidence.mutants.captures import CAPTURES
 from weft.proofs.evidence.mutants.catch import catch, replay
 from weft.proofs.evidence.runs.suite import LAWS, Law, find
+from weft.transforms.graphs.graphify import graphify
 
 RESULTS = Path(__file__).parents[3] / "proofs" / "results"
 RECORD = json.loads((RESULTS / "mutants.json").read_text(encoding="utf-8"))
@@ -50,6 +52,15 @@ def test_the_law_catches_its_mutant_on_the_stored_case(mutant: Mutant) -> None:
         f"{mutant} survives its stored case: run python -m weft.proofs.evidence.mutants"
     )
     assert caught.violation.startswith(f"{mutant.law.number} "), caught
+
+
+@pytest.mark.parametrize("mutant", CAPTURES, ids=str)
+def test_a_bug_of_odd_functions_does_not_break_a_plain_one(mutant: Mutant) -> None:
+    """Else the law would catch the plant, and not the bug."""
+    with mutant.plant():
+        graphed = graphify(lambda x: x + 1)
+        for value in (torch.ones(2), torch.zeros(2)):
+            assert torch.equal(graphed(value), value + 1)
 
 
 @pytest.mark.one_of(1, 5)
