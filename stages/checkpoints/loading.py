@@ -2,7 +2,6 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -111,20 +110,26 @@ def load(
         path_str = path
     call = f"weft.load({path_str!r:.300}, device={device!r}, dtype={dtype!r})"
     check_values(call, _RULES, {"path": path})
-    (index, num_stages), share = pick_stage(stage, call=call), pick_shard(shard, call=call)
-    where = pick_device(device, call=call)
-    kind = pick_dtype(dtype, call=call)
+    stage_index, num_stages = pick_stage(stage, call=call)
+    share = pick_shard(shard, call=call)
+    num_ranks = share[1]
+    weights_device = pick_device(device, call=call)
+    weights_dtype = pick_dtype(dtype, call=call)
     checkpoint = open_checkpoint(path, call)
-    config = pick_experts(experts, checkpoint.read_config(call, strict=strict), share[1], call=call)
-    if kind is None and config.dtype not in FLOATS:
+    config = pick_experts(
+        experts, checkpoint.read_config(call, strict=strict), num_ranks, call=call
+    )
+    if weights_dtype is None and config.dtype not in FLOATS:
         problem = f"config.json has dtype {config.dtype}"
         instead = f"dtype={' or dtype='.join(map(repr, DTYPES))}"
         raise RequestError(call, problem, instead)
-    kind = kind or config.dtype
-    layout = split_model(config, num_stages)[index]
-    kept = pick_kv_dtype(kv_dtype, call=call)
-    backend = pick_attention(attention, config, where, kind, kept, batch_invariant, call=call)
-    leaves = pick_leaves(reduction_leaves, config, batch_invariant, share[1], call=call)
+    weights_dtype = weights_dtype or config.dtype
+    layout = split_model(config, num_stages)[stage_index]
+    cache_dtype = pick_kv_dtype(kv_dtype, call=call)
+    backend = pick_attention(
+        attention, config, weights_device, weights_dtype, cache_dtype, batch_invariant, call=call
+    )
+    leaves = pick_leaves(reduction_leaves, config, batch_invariant, num_ranks, call=call)
     # The shared default if nothing is chosen: a rank without the model has it, too.
     functions = OWN
     if backend is not None or batch_invariant:
@@ -133,17 +138,22 @@ def load(
         )
     tokenizer = checkpoint.read_tokenizer(call, strict)
     template = checkpoint.read_chat_template(call)
-    target = checked_device(where, call)
+    target = checked_device(weights_device, call)
     with ThreadPoolExecutor(1) as beside, checkpoint.open(config, target, call) as reader:
         # The digest reads a few pages of each file, and runs while the load reads all of them.
         digest = beside.submit(checkpoint.digest, call)
-        params = read_params(reader, config, layout, target, kind, shard=share, progress=progress)
-        origin = Origin(digest.result(), digest_params(params))
-        options: dict[str, Any] = {
-            "layout": layout,
-            "origin": origin,
-            "functions": functions,
-            "kv_dtype": kept,
-        }
-        options["shard"] = share
-        return Model(config, params, tokenizer, checkpoint.path, chat_template=template, **options)
+        params = read_params(
+            reader, config, layout, target, weights_dtype, shard=share, progress=progress
+        )
+        return Model(
+            config,
+            params,
+            tokenizer,
+            checkpoint.path,
+            layout=layout,
+            origin=Origin(digest.result(), digest_params(params)),
+            functions=functions,
+            kv_dtype=cache_dtype,
+            chat_template=template,
+            shard=share,
+        )
