@@ -137,10 +137,9 @@ def _counterexample(call: pytest.CallInfo[None]) -> Any:
     """The Counterexample that a test raised; None if it raised another error, or none."""
     # Looked up and not imported, because the module imports torch.
     module = sys.modules.get("weft.proofs.checks.equivalence")
-    if call.excinfo is not None and module is not None:
-        error = call.excinfo.value
-    else:
-        error = None
-    if module is not None and isinstance(error, module.Counterexample):
+    if module is None or call.excinfo is None:
+        return None
+    error = call.excinfo.value
+    if isinstance(error, module.Counterexample):
         return error
     return None
