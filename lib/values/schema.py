@@ -1,5 +1,9 @@
 """Schemas of the tensors that ranks exchange: names, dimensions and dtypes. They print as text that
-parses back."""
+parses back.
+
+An edge is a pair of ranks, one of which sends to the other. Both ends compare the schema of each
+value that crosses it, and the programs of `weft.effects` show it.
+"""
 
 import re
 from typing import Any
@@ -103,19 +107,10 @@ class Schema:
         tensors = []
         for (name, leaf), spec in zip(leaves_with_names(value), leaf_axes(value), strict=True):
             if isinstance(leaf, Tensor):
+                dims: list[int | str] = [*leaf.shape]
                 if spec is not None:
-                    names = spec.dims
-                else:
-                    names = ()
-                dims = [
-                    names[i] if i < len(names) and names[i] else size
-                    for i, size in enumerate(leaf.shape)
-                ]
-                tensors.append(
-                    TensorSchema(
-                        name.removeprefix("."), tuple(d for d in dims if d is not None), leaf.dtype
-                    )
-                )
+                    dims = [spec.name(index) or size for index, size in enumerate(dims)]
+                tensors.append(TensorSchema(name.removeprefix("."), tuple(dims), leaf.dtype))
         return cls(tuple(tensors))
 
 
