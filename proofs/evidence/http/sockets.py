@@ -1,5 +1,9 @@
 """Hostile bytes, drawn by seed: sizes that lie, and sockets that stall, break off and send what is
-not HTTP."""
+not HTTP.
+
+An `Attack` is data. `size_attack` and `socket_attack` draw one; `weft.proofs.evidence.http.attacks`
+mixes them with hostile bodies, and `weft.proofs.evidence.http.fuzz` performs them.
+"""
 
 import json
 import random
@@ -55,8 +59,8 @@ class Attack:
     """What one client does.
 
     Args:
-        kind: of the attack.
-        name: of this one among its kind.
+        kind: `size` or `socket`, or a kind of `weft.proofs.evidence.http.attacks`.
+        name: of this attack among its kind.
         steps: `send` bytes, `wait` seconds, `half_close`, `read` some bytes, `reset` the
             connection, `idle` so many more connections.
         answers: the number of answers that may come.
@@ -137,25 +141,20 @@ def socket_attack(drawn: random.Random) -> Attack:
 
 
 def _raw(drawn: random.Random, path: str, whole: bytes) -> dict[str, list[tuple[str, Any]]]:
-    get, tokenize = (
-        line + b" HTTP/1.1\r\nhost: 127.0.0.1\r\n" for line in (b"GET /health", b"POST /tokenize")
-    )
+    get = b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n"
+    tokenize = b"POST /tokenize HTTP/1.1\r\nhost: 127.0.0.1\r\n"
     paths = [
-        *(
-            b"/" + b"a" * 9000,
-            b"/../../etc/passwd",
-            b"//v1//models",
-            b"/v1/models/%2e%2e%2f",
-            b"*",
-            b"/%ff%fe",
-        ),
-        *(
-            b"http://evil.example/v1/models",
-            b"/v1/models/%00",
-            b"/v1/models/demo/",
-            b"/v1/models/none",
-            b"/\xff",
-        ),
+        b"/" + b"a" * 9000,
+        b"/../../etc/passwd",
+        b"//v1//models",
+        b"/v1/models/%2e%2e%2f",
+        b"*",
+        b"/%ff%fe",
+        b"http://evil.example/v1/models",
+        b"/v1/models/%00",
+        b"/v1/models/demo/",
+        b"/v1/models/none",
+        b"/\xff",
     ]
     methods = b"TRACE", b"CONNECT", b"OPTIONS", b"PUT", b"DELETE", b"post", b"G\0T", b"A" * 500
     # A length and chunks: where two servers believe different ones, the second request is smuggled.
