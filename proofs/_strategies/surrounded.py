@@ -1,5 +1,11 @@
-"""Sharded functions that read a tensor which is not an argument, and the surroundings of their
-calls."""
+"""Cases of the law that the surroundings of a call of `shard` change nothing (L22): random functions
+that close over a tensor, and the context in which they are called.
+
+A case (`SurroundedShard`) is drawn by `surrounded_shards` from the tables of this file: the steps of
+the function (`STEPS`, `COLLECTIVE_STEPS`), where its tensor is held (`HOLDERS`), and how it is called
+first (`FIRST_CALLS`: in threads, in hooks, in autocast, ...) and later (`LATER_CALLS`).
+`weft.proofs._laws.shards` checks it.
+"""
 
 import contextlib
 import copy
@@ -26,6 +32,8 @@ AXIS = "rows"
 Read = Callable[[], Tensor]
 # `(x, read) -> x`, where `read` returns the closed-over tensor.
 Step = Callable[[Tensor, Read], Tensor]
+# Seconds that a thread waits for the others in the middle of a trace.
+_LONGEST_WAIT = 0.5
 
 
 def _loop(x: Tensor, read: Read) -> Tensor:
@@ -77,10 +85,6 @@ class _Caller(threading.Thread):
         # A thread that failed or has nothing to trace never comes.
         with contextlib.suppress(threading.BrokenBarrierError):
             self._meeting.wait(_LONGEST_WAIT)
-
-
-# In seconds.
-_LONGEST_WAIT = 0.5
 
 
 def _meeting(x: Tensor, read: Read) -> Tensor:
