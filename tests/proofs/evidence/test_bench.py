@@ -191,7 +191,7 @@ def test_http(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(row["output_tokens_per_s"] > 0 and row["ttft"]["p50"] > 0 for row in record["rows"])
     assert record["alone"][0]["output_tokens"] == 54
     assert record["ratio"] > 0
-    assert "demo, alone, p50" in (tmp_path / "http.svg").read_text()
+    assert "demo, engine without HTTP, p50" in (tmp_path / "http.svg").read_text()
     assert "without HTTP" in capsys.readouterr().out.splitlines()[-1]
 
 
