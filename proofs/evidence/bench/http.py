@@ -1,11 +1,13 @@
 """`weft serve` under load, next to the same work without HTTP: throughput, and latency against
 load.
 
-    python -m weft.proofs.evidence.bench.http --presets qwen3-0.6b qwen3-30b-a3b-fp8 --rates 4 16
-    inf --out FOLDER python -m weft.proofs.evidence.bench.http --models demo --device cpu --graph
-    none --num-prompts 64 --output-len 64 python -m weft.proofs.evidence.bench.http --url
-    http://127.0.0.1:8000/v1 --vocab-size 32000 python -m weft.proofs.evidence.bench.http --presets
-    qwen3-0.6b --vllm "vllm bench serve" --out FOLDER
+    python -m weft.proofs.evidence.bench.http --presets qwen3-0.6b qwen3-30b-a3b-fp8 \\
+        --rates 4 16 inf --out FOLDER
+    python -m weft.proofs.evidence.bench.http --models demo --device cpu --graph none \\
+        --num-prompts 64 --output-len 64
+    python -m weft.proofs.evidence.bench.http --url http://127.0.0.1:8000/v1 --vocab-size 32000
+    python -m weft.proofs.evidence.bench.http --presets qwen3-0.6b --vllm "vllm bench serve" \\
+        --out FOLDER
 
 For each model a process first serves the requests by an `Engine` alone, as `weft bench` does, and
 ends. Then `weft serve` answers them on this machine, and this process is the client: streams of
@@ -51,11 +53,13 @@ from weft.transforms.cli.ranks import Here, read_config
 from weft.transforms.engine.evaluation.serving import measure
 from weft.transforms.pipelines.transports.local import Local
 
+# The length of each completion of the warm-up.
 _WARM_UP_TOKENS = 8
+# The most seconds until the server listens.
 _START_SECONDS = 300.0
+# The seconds over which requests arrive at a finite rate, unless there are too few.
 _FINITE_SECONDS = 15
-# The most seconds until the server listens; those over which requests of a finite rate arrive; and
-# the most that another client may take.
+# The most seconds that vLLM's client may take.
 _CLIENT_SECONDS = 1800.0
 
 
@@ -105,7 +109,8 @@ def offline(options: Bench, repeats: int) -> list[dict[str, Any]]:
 
 def online(args: argparse.Namespace, url: str, vocab_size: int) -> Iterator[dict[str, Any]]:
     """The figures at each rate, after a few tokens of as many requests as run at once."""
-    draw, vocabulary = random.Random(args.seed), range(vocab_size)
+    draw = random.Random(args.seed)
+    vocabulary = range(vocab_size)
 
     def prompts(count: int) -> list[list[int]]:
         return [draw.choices(vocabulary, k=args.input_len) for _ in range(count)]
@@ -130,48 +135,41 @@ def run(args: argparse.Namespace, name: str) -> dict[str, Any]:
     """The record of a model: its rows, those without HTTP, and the ratio of both at the rate `inf`."""
     options = options_of(args, name)
     vocab_size = read_config(options).vocab_size
-    with multiprocessing.get_context("spawn").Pool(
-        1
-    ) as pool:  # its memory is free before the server counts on it
-        # Before the server, and not beside it: two engines would share the GPU.
+    # In a process of its own, whose memory is free again before the server measures what is free;
+    # and before the server, not beside it: two engines would share the GPU.
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
         alone = pool.apply(offline, (options, args.repeats))
     for row in alone:
         print(f"{name:<18} {'alone':>6}: {show(row)}", flush=True)
     # vLLM's client sends texts, which may be some tokens longer than the prompts that it drew.
-    flags = [
-        "--max-num-seqs",
-        str(args.concurrency),
-        "--max-model-len",
-        str(sum(options.lengths) + 16),
-    ]
-    flags += [
-        "--graph",
-        args.graph,
-        "--max-logprobs",
-        "0",
-        "--seed",
-        str(args.seed),
-        "--served-model-name",
-        name,
-    ]
-    flags += ["--device", args.device] if args.device else []
-    flags += ["--load-format", "dummy"] if options.preset else []
+    max_model_len = sum(options.lengths) + 16
+    flags = ["--max-num-seqs", str(args.concurrency)]
+    flags += ["--max-model-len", str(max_model_len)]
+    flags += ["--graph", args.graph]
+    flags += ["--max-logprobs", "0"]
+    flags += ["--seed", str(args.seed)]
+    flags += ["--served-model-name", name]
+    if args.device:
+        flags += ["--device", args.device]
+    if options.preset:
+        flags += ["--load-format", "dummy"]
     rows = list[dict[str, Any]]()
-    theirs = list[dict[str, Any]]()
+    vllm_rows = list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as temporary:
         if options.preset:
             folder = Path(temporary)
+            write_preset(folder, name)
         else:
             folder = path_of(name, "--models")
-        if options.preset:
-            write_preset(folder, name)
         with serving(str(folder), *flags, seconds=_START_SECONDS, shows_log=True) as server:
             for row in online(args, server.url, vocab_size):
                 rows.append(row)
                 print(f"{name:<18} {row['rate']:>6}: {show(row)}", flush=True)
-            for rate in args.rates if args.vllm else ():
-                theirs.append(vllm_bench(args, server.url, name, folder, rate))
-                print(f"{name:<18} {rate:>6g}: {show(theirs[-1])} by vLLM's client", flush=True)
+            if args.vllm:
+                for rate in args.rates:
+                    row = vllm_bench(args, server.url, name, folder, rate)
+                    vllm_rows.append(row)
+                    print(f"{name:<18} {rate:>6g}: {show(row)} by vLLM's client", flush=True)
     speeds = [row["output_tokens_per_s"] for row in rows if row["rate"] == "inf"]
     baseline = statistics.median(row["output_tokens_per_s"] for row in alone)
     if speeds:
@@ -183,7 +181,7 @@ def run(args: argparse.Namespace, name: str) -> dict[str, Any]:
         "flags": flags,
         "alone": alone,
         "rows": rows,
-        "vllm": theirs,
+        "vllm": vllm_rows,
         "ratio": ratio,
     }
 
@@ -203,14 +201,12 @@ def vllm_bench(
             "base-url": url.removesuffix("/v1"),
             "backend": "openai",
             "model": name,
-        }
-        flags |= {"endpoint": "/v1/completions", "tokenizer": folder, "dataset-name": "random"}
-        flags |= {
+            "endpoint": "/v1/completions",
+            "tokenizer": folder,
+            "dataset-name": "random",
             "random-input-len": args.input_len,
             "random-output-len": args.output_len,
             "request-rate": rate,
-        }
-        flags |= {
             "num-prompts": count,
             "max-concurrency": args.concurrency,
             "seed": args.seed,
@@ -259,13 +255,11 @@ def vllm_bench(
 
 
 def _count(args: argparse.Namespace, rate: float) -> int:
-    """The requests at a rate."""
-    return int(
-        args.num_prompts
-        if math.isinf(rate)
-        # As many as arrive in that time: a low rate with all requests would take minutes.
-        else min(args.num_prompts, math.ceil(_FINITE_SECONDS * rate))
-    )
+    """The number of requests at a rate."""
+    if math.isinf(rate):
+        return int(args.num_prompts)
+    # As many as arrive in that time: a low rate with all requests would take minutes.
+    return min(int(args.num_prompts), math.ceil(_FINITE_SECONDS * rate))
 
 
 def show(row: dict[str, Any]) -> str:
@@ -275,11 +269,11 @@ def show(row: dict[str, Any]) -> str:
         for name in ("ttft", "tpot", "itl")
         if row[name] is not None
     )
-    if "failed" not in row:
-        more = ""
-    else:
-        more = f"; {row['completed']} of {row['requests']} completed"
-    more += f", {row['tokens_per_event']:.2f} tokens an event" if "tokens_per_event" in row else ""
+    more = ""
+    if "failed" in row:
+        more += f"; {row['completed']} of {row['requests']} completed"
+    if "tokens_per_event" in row:
+        more += f", {row['tokens_per_event']:.2f} tokens an event"
     return f"{row['output_tokens_per_s']:>9,.0f} tokens/s  ms: {times}{more}"
 
 
