@@ -1,5 +1,9 @@
 """The laws as a table: each with the strategy that draws its cases, so that CI, a GPU and the
-mutants run the same checks."""
+mutants run the same checks.
+
+`LAWS`, at the end, is the table. Its entries name a law of `weft.proofs._laws` through a function
+`(data, device)`, which draws a case and passes it to the law; those functions come first.
+"""
 
 import warnings
 from collections.abc import Callable
