@@ -1,5 +1,12 @@
 """Random functions of one rank's part, with placements and collectives, and the same functions
-without ranks."""
+without ranks: cases of the laws of `shard` (L22).
+
+- `meshes` draws the ranks.
+- `rank_functions` draws a function of one rank's part, which `_Writer` builds step by step, and the
+  function on whole tensors that it must equal.
+- `disagreements` draws such a function with other collectives on one rank, which must be refused.
+- `rank_results` draws results of all ranks, some of which contradict their declared placement.
+"""
 
 import functools
 import itertools
@@ -362,7 +369,7 @@ def rank_functions(
     # planted bug takes the mesh's order.
     order = draw(st.permutations(list(mesh.sizes)))
     placed = {axis: draw(st.sampled_from(kinds)) for axis in order}
-    placements = Placements(**placed)
+    x_placements = Placements(**placed)
     writer = _Writer(mesh, dict(placed))
     for _ in range(draw(st.integers(1, max_steps))):
         moves = dict(writer.moves())
@@ -391,7 +398,7 @@ def rank_functions(
         "g": torch.ones(width),
         "n": torch.zeros(()),
     }
-    places = {
+    state_placements = {
         "h": Placements(),
         # One state is split, so that each rank updates a part of it.
         "g": Placements(**{list(mesh.sizes)[-1]: Shard(0)}),
@@ -404,16 +411,15 @@ def rank_functions(
     inputs = tuple(
         torch.randn(mesh.num_ranks * multiple * n, width, generator=generator) for n in rows
     )
-    where = (writer.params, places, placements, Placements(**writer.placed))
     return RankFunction(
-        (*writer.code, update),
-        mesh,
-        make_function(True),
-        make_function(False),
-        where,
-        params,
-        state,
-        inputs,
+        code=(*writer.code, update),
+        mesh=mesh,
+        fn=make_function(True),
+        whole=make_function(False),
+        placements=(writer.params, state_placements, x_placements, Placements(**writer.placed)),
+        params=params,
+        state=state,
+        inputs=inputs,
     )
 
 
@@ -460,6 +466,7 @@ def _most_then_sum(x: Tensor, axis: str) -> None:
 
 
 Meets = Callable[[Tensor, str], Any]
+# By name, the collectives of all ranks but one, and those of that one rank.
 DISAGREEMENTS: dict[str, tuple[Meets, Meets]] = {
     "missing": (all_reduce, lambda x, axis: None),
     "one too many": (lambda x, axis: None, all_reduce),
@@ -470,7 +477,6 @@ DISAGREEMENTS: dict[str, tuple[Meets, Meets]] = {
     "another shape": (all_reduce, lambda x, axis: all_reduce(x[None], axis)),
     "another dtype": (all_reduce, lambda x, axis: all_reduce(x.double(), axis)),
 }
-"""The collectives of all ranks but one, and those of that one rank, by name."""
 
 
 @st.composite
