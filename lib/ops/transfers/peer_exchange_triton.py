@@ -1,5 +1,5 @@
 """Collectives by stores into the other ranks' memory, in Triton: one kernel sends, waits, and sums
-or joins.
+or joins. `exchange`, at the end of this file, launches it.
 
 In an *exchange* each rank sends a piece of its tensor to every other rank: the same piece to all,
 or a different one to each. It joins the pieces that it receives, or sums them in float32 (`_sum`)
@@ -67,7 +67,8 @@ class Group:
     Args:
         outs: [ranks] int64: for each rank, the address in its memory of the inbox for this rank;
             the entry of this rank is not used.
-        ins: [ranks] int64: for each rank, the address in this rank's memory of the inbox for it.
+        ins: [ranks] int64: for each rank, the address in this rank's memory of the inbox into which
+            that rank stores; the entry of this rank is not used.
         counts: [COUNTS] int64, this rank's counters of exchanges and chunks so far. All inboxes
             must be zero before the first exchange.
         abort: [1] int32: a value other than 0 ends every wait.
