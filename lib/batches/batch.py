@@ -282,9 +282,10 @@ def _check(
         instead = "leave such a request out of the batch"
     elif token_ids is not None and not len(rows) == len(lengths) == len(samples):
         problem = f"{len(rows)} rows, {len(lengths)} token lists, {len(samples)} samples"
-        instead = "give one a row"
+        instead = "one token list and one sample flag for each row"
     elif len(set(rows)) != len(rows):
-        problem = "a row stands twice"
+        twice = next(row for row in rows if list(rows).count(row) > 1)
+        problem = f"row {twice} is listed twice"
         instead = "join the request's tokens in one list"
     elif rows and min(rows) < 0:
         problem = f"row {min(rows)}"

@@ -252,8 +252,18 @@ def admit(
     _check_admission(
         state,
         rows,
-        pages,
-        (sampling, prompts, said, starts, slots, most, deltas, own_extras, shared),
+        {
+            "pages": pages,
+            "sampling": sampling,
+            "prompts": prompts,
+            "generated": said,
+            "positions": starts,
+            "adapters": slots,
+            "limits": most,
+            "mrope_position_deltas": deltas,
+            "extras": own_extras,
+            "num_recomputed_tokens": shared,
+        },
     )
     write_rows(state.sampling, rows, sampling, prompts, said)
     device = state.positions.device
@@ -299,24 +309,20 @@ def admit(
 def _check_admission(
     state: State,
     rows: Sequence[int],
-    pages: Sequence[Sequence[int]],
-    per_request: Sequence[Sequence[Any]],
+    per_request: Mapping[str, Sequence[Any]],
 ) -> None:
-    num_params = len(per_request[0])
-    prompts = len(per_request[1])
+    pages: Sequence[Sequence[int]] = per_request["pages"]
     call = (
-        f"admit(state, rows={list(rows)}, <{len(pages)} lists of pages>, <{num_params} sampling>,"
-        f" <{prompts} prompts>)"
+        f"admit(state, rows={list(rows)}, <{len(pages)} lists of pages>,"
+        f" <{len(per_request['sampling'])} sampling>, <{len(per_request['prompts'])} prompts>)"
     )
-    is_twice = len(set(rows)) != len(rows)
-    if is_twice or any(len(other) != len(rows) for other in (pages, *per_request)):
-        if is_twice:
-            problem = "a row that stands twice"
-        else:
-            problem = f"numbers that differ: {len(rows)} rows"
-        raise RequestError(
-            call, problem, "different rows; pages, SamplingParams and a prompt for each"
-        )
+    if len(set(rows)) != len(rows):
+        twice = next(row for row in rows if list(rows).count(row) > 1)
+        raise RequestError(call, f"row {twice} is listed twice", "a different row for each request")
+    for name, values in per_request.items():
+        if len(values) != len(rows):
+            problem = f"{name} has {len(values)} entries, and rows has {len(rows)}"
+            raise RequestError(call, problem, f"one entry of {name} for each row")
     _check_pages(
         call, state, ((row, 0, row_pages) for row, row_pages in zip(rows, pages, strict=True))
     )
@@ -325,16 +331,21 @@ def _check_admission(
 def _check_pages(call: str, state: State, more: Iterable[tuple[int, int, Sequence[int]]]) -> None:
     """Raise RequestError for a row or a page outside the state, and for more pages than a row of
     the table holds. `more` is as in `grow`."""
-    (num_rows, most), num_pages = state.block_table.shape, state.kv_pages.shape[2]
+    num_rows, most = state.block_table.shape
+    num_pages = state.kv_pages.shape[2]
+    # The last row is scratch.
+    last_row = num_rows - 2
     for row, start, pages in more:
-        outside = any(not 0 <= page < num_pages for page in pages)
-        if not 0 <= row < num_rows - 1 or not 0 <= start <= most - len(pages) or outside:
-            problem = f"row {row}, pages {list(pages)[: most + 1]} after {start}"
-            instead = (
-                f"rows below {num_rows - 1}, at most {most} pages a request, pages below"
-                f" {num_pages}"
-            )
-            raise RequestError(call, problem, instead)
+        if not 0 <= row <= last_row:
+            problem = f"row {row} of a state with rows 0 to {last_row}"
+            raise RequestError(call, problem, f"rows from 0 to {last_row}")
+        if not 0 <= start <= most - len(pages):
+            problem = f"{len(pages)} pages after {start} pages in row {row}, which holds {most}"
+            raise RequestError(call, problem, f"at most {most} pages a request")
+        for page in pages:
+            if not 0 <= page < num_pages:
+                problem = f"page {page} for row {row}, of a state with pages 0 to {num_pages - 1}"
+                raise RequestError(call, problem, f"pages from 0 to {num_pages - 1}")
 
 
 @donates("state")
@@ -371,12 +382,13 @@ def copy_pages(state: State, sources: Sequence[int], targets: Sequence[int]) -> 
     """
     num_pages = state.kv_pages.shape[2]
     both = set(sources) & set(targets)
-    if both or any(not 0 <= page < num_pages for page in (*sources, *targets)):
+    outside = [page for page in (*sources, *targets) if not 0 <= page < num_pages]
+    if both or outside:
         call = f"copy_pages(state, {list(sources)}, {list(targets)})"
         if both:
-            problem = f"page {min(both)}, which is in both"
+            problem = f"page {min(both)} is both a source and a target"
         else:
-            problem = "a page that is not the state's"
+            problem = f"page {outside[0]} of a state with pages 0 to {num_pages - 1}"
         raise RequestError(call, problem, f"different pages from 0 to {num_pages - 1}")
     source, target = to_device(
         torch.tensor([list(sources), list(targets)], dtype=torch.int64), state.kv_pages.device

@@ -48,13 +48,15 @@ def _check_settings(name: str) -> None:
     if precision in ("none", "ieee") and torch._C._get_mkldnn_enabled():
         return
     problem = (
-        f"torch.backends.mkldnn.matmul.fp32_precision = {precision!r}, which"
-        " torch.set_float32_matmul_precision sets"
+        f"torch.backends.mkldnn.matmul.fp32_precision = {precision!r}"
+        " (torch.set_float32_matmul_precision sets it)"
     )
     instead = "torch.set_float32_matmul_precision('highest')"
     if precision in ("none", "ieee"):
         problem = "torch.backends.mkldnn.enabled = False"
         instead = "torch.backends.mkldnn.enabled = True"
     raise DeviceError(
-        f"{name}(…) in weft.batch_invariant(), on the CPU", f"{problem}, and other bits", instead
+        f"{name}(…) in weft.batch_invariant(), on the CPU",
+        f"{problem}, with which products round differently",
+        instead,
     )

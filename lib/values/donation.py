@@ -44,8 +44,8 @@ R = TypeVar("R")
 TAKEN = "_weft_taken_by"
 
 _ONCE = (
-    "donate it once, and use it in both places inside the function; two copies would become two"
-    " values"
+    "donate it once, and use it in both places inside the function (a copy would become a second"
+    " value)"
 )
 _INSTEAD = "use the value that it returned, or pass a copy (weft.clone) to keep the old one"
 
@@ -132,9 +132,11 @@ def _named_twice(tree: Any) -> str:
     places: dict[int, str] = {}
     for name, leaf in leaves_with_names(tree):
         if isinstance(leaf, Tensor) and places.setdefault(id(leaf), name) != name:
-            problem = f"a tensor that stands twice in it, at {places[id(leaf)]} and {name}"
-            return f"{problem}, and can have one next value"
-    return "a tensor that stands twice in it, and can have one next value"
+            return (
+                f"the same tensor at {places[id(leaf)]} and {name}: after the donation the two"
+                " places cannot have different values"
+            )
+    return "the same tensor at two places: after the donation they cannot have different values"
 
 
 def _move_node(node: Any, to: str) -> Any:
@@ -361,7 +363,8 @@ def donates(*argnames: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 result = body(*bound.args, **bound.kwargs)
             if (changed := changed_container(taken)) is not None:
                 problem = (
-                    f"it puts other values into {changed}, its own copy of what the caller donated"
+                    f"the function changed the container {changed} in place; that is a copy, so the"
+                    " caller would not see the change"
                 )
                 raise DonatedError(
                     f"{wrapped.__name__}(...)", problem, "return the next value, and use that"

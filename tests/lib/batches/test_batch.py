@@ -87,13 +87,13 @@ ERRORS = [
         ([0, 1], [[1]], None),
         "rows=[0, 1], token_ids=<1 of lengths [1]>",
         "2 rows, 1 token lists, 2 samples",
-        "give one a row",
+        "one token list and one sample flag for each row",
     ),
     (
         ([0], [[1]], [True, False]),
         "rows=[0], token_ids=<1 of lengths [1]>",
         "1 rows, 1 token lists, 2 samples",
-        "give one a row",
+        "one token list and one sample flag for each row",
     ),
     (
         ([4, 7], [[1, 2], []], None),
@@ -104,7 +104,7 @@ ERRORS = [
     (
         ([4, 4], [[1, 2], [3]], None),
         "rows=[4, 4], token_ids=<2 of lengths [2, 1]>",
-        "a row stands twice",
+        "row 4 is listed twice",
         "join the request's tokens in one list",
     ),
 ]
@@ -123,7 +123,7 @@ def test_what_ragged_refuses(
 
 
 def test_decode_refuses_a_row_that_stands_twice_as_ragged_does() -> None:
-    with pytest.raises(DescriptorError, match="a row stands twice"):
+    with pytest.raises(DescriptorError, match="row 3 is listed twice"):
         Batch.decode([3, 3])
 
 

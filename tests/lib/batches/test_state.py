@@ -358,19 +358,52 @@ def _admit_arguments(
     return rows, pages, [GREEDY] * sampling, [[1]] * prompts
 
 
-FAULTS: dict[str, tuple[Any, ...]] = {
-    "less sampling than rows": _admit_arguments([0, 1], [[0], [1]], 1, 2),
-    "more sampling than rows": _admit_arguments([0], [[0]], 2, 1),
-    "fewer prompts than rows": _admit_arguments([0, 1], [[0], [1]], 2, 1),
-    "fewer pages than rows": _admit_arguments([0, 1], [[0]], 2, 2),
-    "more pages than a row holds": _admit_arguments([0], [list(range(MAX_PAGES + 1))], 1, 1),
-    "a page that does not exist": _admit_arguments([0], [[40]], 1, 1),
-    "a negative page": _admit_arguments([0], [[-1]], 1, 1),
-    "the scratch row": _admit_arguments([ROWS], [[0]], 1, 1),
-    "the scratch row by its other name": _admit_arguments([-1], [[0]], 1, 1),
-    "a row that does not exist": _admit_arguments([ROWS + 1], [[0]], 1, 1),
-    "a row twice": _admit_arguments([0, 0], [[0], [1]], 2, 2),
-    "no seed for a request that draws": ([0], [[0]], [SamplingParams(temperature=1.0)], [[1]]),
+FAULTS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "less sampling than rows": (
+        _admit_arguments([0, 1], [[0], [1]], 1, 2),
+        "sampling has 1 entries, and rows has 2",
+    ),
+    "more sampling than rows": (
+        _admit_arguments([0], [[0]], 2, 1),
+        "sampling has 2 entries, and rows has 1",
+    ),
+    "fewer prompts than rows": (
+        _admit_arguments([0, 1], [[0], [1]], 2, 1),
+        "prompts has 1 entries, and rows has 2",
+    ),
+    "fewer pages than rows": (
+        _admit_arguments([0, 1], [[0]], 2, 2),
+        "pages has 1 entries, and rows has 2",
+    ),
+    "more pages than a row holds": (
+        _admit_arguments([0], [list(range(MAX_PAGES + 1))], 1, 1),
+        f"{MAX_PAGES + 1} pages after 0 pages in row 0, which holds {MAX_PAGES}",
+    ),
+    "a page that does not exist": (
+        _admit_arguments([0], [[40]], 1, 1),
+        "page 40 for row 0, of a state with pages 0 to 39",
+    ),
+    "a negative page": (
+        _admit_arguments([0], [[-1]], 1, 1),
+        "page -1 for row 0, of a state with pages 0 to 39",
+    ),
+    "the scratch row": (
+        _admit_arguments([ROWS], [[0]], 1, 1),
+        f"row {ROWS} of a state with rows 0 to {ROWS - 1}",
+    ),
+    "the scratch row by its other name": (
+        _admit_arguments([-1], [[0]], 1, 1),
+        f"row -1 of a state with rows 0 to {ROWS - 1}",
+    ),
+    "a row that does not exist": (
+        _admit_arguments([ROWS + 1], [[0]], 1, 1),
+        f"row {ROWS + 1} of a state with rows 0 to {ROWS - 1}",
+    ),
+    "a row twice": (_admit_arguments([0, 0], [[0], [1]], 2, 2), "row 0 is listed twice"),
+    "no seed for a request that draws": (
+        ([0], [[0]], [SamplingParams(temperature=1.0)], [[1]]),
+        "a request that draws, without a seed",
+    ),
 }
 
 
@@ -378,14 +411,18 @@ FAULTS: dict[str, tuple[Any, ...]] = {
 def test_admit_refuses(name: str) -> None:
     """Otherwise each would reach another request's pages, random numbers or rows, or fail in torch
     with a misleading error."""
+    arguments, problem = FAULTS[name]
     with pytest.raises(WeftError) as error:
-        admit(empty(), *FAULTS[name])
+        admit(empty(), *arguments)
     assert error.value.call.startswith("admit(")
+    assert error.value.problem == problem
 
 
 @pytest.mark.parametrize("name", ["generated", "positions"])
 def test_admit_refuses_fewer_than_rows_of_what_may_be_left_out(name: str) -> None:
-    with pytest.raises(WeftError, match="numbers that differ"):
+    with pytest.raises(
+        WeftError, match=f"{name} has 0 entries, and rows has 1\n  instead: one entry of {name} for"
+    ):
         admit(empty(), [0], [[0]], [GREEDY], [[1]], **{name: []})
 
 
@@ -426,9 +463,9 @@ def test_copied_pages_are_those_of_their_sources(pages: list[int], count: int) -
 @pytest.mark.parametrize(
     ("sources", "targets", "problem"),
     [
-        ([1, 2], [3, 2], "page 2, which is in both"),
-        ([0], [40], "a page that is not the state's"),
-        ([-1], [0], "a page that is not the state's"),
+        ([1, 2], [3, 2], "page 2 is both a source and a target"),
+        ([0], [40], "page 40 of a state with pages 0 to 39"),
+        ([-1], [0], "page -1 of a state with pages 0 to 39"),
     ],
 )
 def test_pages_that_cannot_be_copied_are_named(

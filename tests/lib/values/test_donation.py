@@ -165,9 +165,9 @@ def test_one_tensor_twice_in_a_tree_is_said_to_be_that() -> None:
         donate({"embed": tied, "head": tied}, to="f(state)")
     assert (
         str(caught.value)
-        == "f(state)\n  saw: a tensor that stands twice in it, at ['embed'] and ['head'], and can"
-        " have one next value\n  instead: donate it once, and use it in both places inside the"
-        " function; two copies would become two values"
+        == "f(state)\n  saw: the same tensor at ['embed'] and ['head']: after the donation the two"
+        " places cannot have different values\n  instead: donate it once, and use it in both places"
+        " inside the function (a copy would become a second value)"
     )
     refuse_donated(tied, call="g")
 

@@ -146,7 +146,10 @@ def contexts_of_a_pytree() -> tuple[Any, Any]:
     return both(lambda s: s.x * s.by, (Scaled(x, 1),), (Scaled(x, 1.0),))
 
 
-@case("it puts other values into state, its own copy of what the caller donated")
+@case(
+    "the function changed the container state in place; that is a copy, so the caller would not see"
+    " the change"
+)
 def a_donated_dict_that_is_changed() -> tuple[Any, Any]:
     def f(state: Any, x: Any) -> None:
         state["w"] = state["w"] + x
