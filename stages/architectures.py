@@ -341,7 +341,8 @@ def decoder_fields(fields: Fields, architecture: str) -> Fields:
     inner = {name: value for name, value in text.raw.items() if name not in _OF_THE_WHOLE}
     for name, value in inner.items():
         values = {name: outer.get(name, value), f"text_config.{name}": value}
-        fields.check(name not in outer or outer[name] == value, values, f"give {name} once")
+        instead = f"write {name} in one place, or the same value in both"
+        fields.check(name not in outer or outer[name] == value, values, instead)
     return attrs.evolve(fields, raw=outer | inner)
 
 

@@ -37,7 +37,6 @@ Share = tuple[int, int]
 WHOLE: Share = (0, 1)
 # The axis of a mesh along which ranks share the layers of a model.
 AXIS = "tensor"
-_DIVIDES = "a number of ranks by which it is a multiple of"
 
 
 def share_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
@@ -57,7 +56,7 @@ def share_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
     if not even:
         instead = (
             "a number of ranks that divides the heads, and that divides the key and value heads or"
-            " is a multiple"
+            " is a multiple of them"
         )
         raise ConfigError(call, f"{heads} heads, and {kv_heads} of keys and values", instead)
     modules = [
@@ -74,7 +73,8 @@ def share_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
         moe = _share_experts(config.moe, num_ranks, block, call)
     is_dense = config.moe is None or not all(map(config.moe.is_sparse, range(config.num_layers)))
     if is_dense and inner % (num_ranks * block):
-        raise ConfigError(call, f"intermediate_size={inner}", f"{_DIVIDES} {block}")
+        instead = _number_that_cuts("intermediate_size", block)
+        raise ConfigError(call, f"intermediate_size={inner}", instead)
     return attrs.evolve(
         config,
         num_heads=heads // num_ranks,
@@ -82,6 +82,13 @@ def share_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
         intermediate_size=max(inner // num_ranks, 1),
         moe=moe,
     )
+
+
+def _number_that_cuts(name: str, block: int) -> str:
+    """The remedy for columns that the ranks cannot share evenly, in whole FP8 blocks."""
+    if block == 1:
+        return f"a number of ranks that divides {name}"
+    return f"a number of ranks n for which {name} / n is a multiple of {block}"
 
 
 def _share_experts(moe: MoeConfig, num_ranks: int, block: int, call: str) -> MoeConfig:
@@ -94,17 +101,18 @@ def _share_experts(moe: MoeConfig, num_ranks: int, block: int, call: str) -> Moe
         return attrs.evolve(moe, num_local_experts=moe.num_experts // num_ranks)
     columns = f"moe_intermediate_size={moe.inner}"
     whole = f"num_experts={moe.num_experts}"
+    cuts = _number_that_cuts("moe_intermediate_size", block)
     if moe.sharing is None:
-        instead = f"{_DIVIDES} {block}, or a number that divides the experts"
+        instead = f"{cuts}, or one that divides num_experts"
         raise ConfigError(call, f"{columns} and {whole}", instead)
     problem = columns
     other = "whole"
-    instead = f"{_DIVIDES} {block}"
+    instead = cuts
     works = can_deal
     if moe.sharing == "whole":
         problem = whole
         other = "columns"
-        instead = "a number of ranks that divides it"
+        instead = "a number of ranks that divides num_experts"
         works = can_cut
     raise ConfigError(
         call, f"{problem}, shared as {moe.sharing!r}", instead + f", or experts={other!r}" * works
@@ -120,14 +128,15 @@ def check_leaves(call: str, config: ModelConfig, leaves: int, num_ranks: int = 1
     sizes |= {f"{name}={size}": size for name, size in _inner_sizes(config).items()}
     if uneven := next((name for name, size in sizes.items() if size % unit), None):
         if unit != leaves:
-            in_fp8 = f" into multiples of {BLOCK}, the columns of a block in FP8"
+            in_fp8 = f" of whole FP8 blocks ({BLOCK} columns each)"
         else:
             in_fp8 = ""
+        problem = f"{uneven}, which cannot be cut into {leaves} equal leaves{in_fp8}"
         instead = (
-            f"a power of two that divides them{in_fp8}; or 1, whose bits are those of one number of"
-            " ranks"
+            f"a power of two that divides the columns into equal leaves{in_fp8}; or 1, with which"
+            " the bits depend on the number of ranks"
         )
-        raise ConfigError(f"{call} with reduction_leaves={leaves}", uneven, instead)
+        raise ConfigError(f"{call} with reduction_leaves={leaves}", problem, instead)
     if config.moe is None or leaves == 1 or num_ranks == 1:
         shared = None
     else:
@@ -160,7 +169,9 @@ def _refuse_split_blocks(config: ModelConfig, num_ranks: int, call: str) -> None
         rows = count * config.head_dim
         rank_rows = max(count // num_ranks, 1) * config.head_dim
         if rows > BLOCK and rank_rows % BLOCK:
-            instead = f"a number of ranks that leaves each a multiple of {BLOCK} rows of them"
+            instead = (
+                f"a number of ranks that gives each rank a multiple of {BLOCK} rows of these heads"
+            )
             raise ConfigError(
                 call, f"{name}={count} with head_dim={config.head_dim} in FP8", instead
             )

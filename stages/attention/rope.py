@@ -225,7 +225,11 @@ def _same_in_both(fields: Fields, block: Fields, name: str, default: Any) -> Fie
     outer = fields.raw.get(name)
     inner = block.raw.get(name)
     agree = None in (outer, inner) or outer == inner
-    fields.check(agree, {name: outer, f"{block.prefix}{name}": inner}, f"give {name} once")
+    fields.check(
+        agree,
+        {name: outer, f"{block.prefix}{name}": inner},
+        f"write {name} in one place, or the same value in both",
+    )
     if inner is not None:
         return block
     if outer is not None:

@@ -345,7 +345,7 @@ def check_functions(call: str, functions: StageFunctions, num_layers: int) -> No
                 f"a function {signature}",
             )
     if functions.attention is not None and functions.attend is not None:
-        problem = "both attention=f and attend=g, and f takes the place of what calls g"
+        problem = "both attention=f and attend=g, but f replaces the function that calls g"
         raise ProgramError(
             call, problem, "one of them: f may call weft.stages.decoder.attention(..., attend=g)"
         )
@@ -359,7 +359,7 @@ def check_functions(call: str, functions: StageFunctions, num_layers: int) -> No
     if whole := [
         name for name in ("attention", "feed_forward") if getattr(functions, name) is not None
     ]:
-        problem = f"{whole[0]}=f of one's own, whose sums have no leaves"
+        problem = f"a custom {whole[0]}, whose sums are not cut into leaves"
         instead = "attend=f or layers={index: f}"
         raise ProgramError(with_leaves, problem, instead)
 
@@ -384,17 +384,17 @@ def check_together(call: str, functions: StageFunctions) -> None:
             instead = "another name for one of them"
             raise ProgramError(call, problem, instead)
     if functions.beside and functions.logits is None:
-        problem = "beside, and no logits=f that reads the models' logits"
-        instead = "logits=f, too: extras[name] in it"
+        problem = "models in beside=, but no logits=f to read their logits"
+        instead = "logits=f, too: it reads the logits of a model as extras[name]"
         raise ProgramError(call, problem, instead)
-    if policy == "full" and (captures or carries):
-        problem = f"{'captures' if captures else 'carries'}, which skipped tokens do not have"
+    if policy == "full" and carries and not captures:
+        problem = "carries: tokens that the prefix cache skips have no carried values"
         instead = "prefix_caching='recompute' or 'none'"
-    elif policy == "snapshot" and captures:
-        problem = "captures, which skipped tokens do not have"
+    elif policy in ("full", "snapshot") and captures:
+        problem = "captures: tokens that the prefix cache skips have no captured values"
         instead = "prefix_caching='recompute' or 'none'"
     elif policy == "snapshot" and not carries:
-        problem = "no carries, so that there is nothing to keep"
+        problem = "no carries, so a snapshot would be empty"
         instead = "carries={name: default}, or leave it out"
     else:
         return

@@ -67,8 +67,10 @@ class SownNames:
 
 
 def _carried_twice(name: str, first: int, layer: int) -> ProgramError:
-    problem = f"the second call in a step: layer {first} carries it"
-    instead = "a name for each layer, in layers={index: change}"
+    problem = f"layer {first} has already carried this name"
+    if first == layer:
+        problem += " in this step"
+    instead = "one call for each name; layers={index: change} can give each layer a different name"
     return ProgramError(f"weft.stages.carry({name!r}, value) in layer {layer}", problem, instead)
 
 
@@ -120,7 +122,8 @@ class Sown:
         if example is None:
             declared_names = ", ".join(map(repr, declared)) or "none"
             instead = (
-                f"model.with_stages(..., {option}={{{name!r}: torch.zeros(...)}}), as of one token"
+                f"model.with_stages(..., {option}={{{name!r}: torch.zeros(...)}}), in the"
+                " shape of one token's value"
             )
             raise ProgramError(
                 call,
@@ -146,12 +149,12 @@ class Sown:
         Call it after the layers have run."""
         for name, layer in sorted(self.reads):
             if self.carried_in.get(name) != layer:
-                problem = "which this layer does not carry"
+                problem = f"this layer does not carry {name!r}"
                 if name in self.carried_in:
-                    problem = f"which layer {self.carried_in[name]} carries"
+                    problem += f"; layer {self.carried_in[name]} does"
                 instead = (
-                    f"carry({name!r}, value) in the same layer: others compute the step's tokens at"
-                    " other times"
+                    f"read and carry {name!r} in the same layer: each layer computes the step's"
+                    " tokens at a different time"
                 )
                 raise ProgramError(f"batch.carried[{name!r}] in layer {layer}", problem, instead)
 
@@ -280,7 +283,7 @@ def at_layer(index: int) -> None:
 @contextmanager
 def sowing_nothing(where: str) -> Iterator[None]:
     """A context in which `sow` and `carry` raise."""
-    token = _SOWN.set(Sown({}, 0, refused=f"a call from {where}, whose values are not of tokens"))
+    token = _SOWN.set(Sown({}, 0, refused=f"a call from {where}, where values are not per token"))
     try:
         yield
     finally:

@@ -265,7 +265,7 @@ def test_the_last_rows_of_the_vocabulary_are_zeros() -> None:
 
 HEADS = (
     "a number of ranks that divides the heads, and that divides the key and value heads or is a"
-    " multiple"
+    " multiple of them"
 )
 
 
@@ -284,40 +284,37 @@ HEADS = (
             {"intermediate_size": 23},
             2,
             "intermediate_size=23",
-            "a number of ranks by which it is a multiple of 1",
+            "a number of ranks that divides intermediate_size",
         ),
         (
             {**RAW["FP8"], "intermediate_size": 384},
             2,
             "intermediate_size=384",
-            "a number of ranks by which it is a multiple of 128",
+            "a number of ranks n for which intermediate_size / n is a multiple of 128",
         ),
         (
             RAW["FP8"],
             4,
             "num_attention_heads=4 with head_dim=64 in FP8",
-            "a number of ranks that leaves each a multiple of 128 rows of them",
+            "a number of ranks that gives each rank a multiple of 128 rows of these heads",
         ),
         (
             {**RAW["FP8"], "num_attention_heads": 8, "num_key_value_heads": 4},
             4,
             "num_key_value_heads=4 with head_dim=64 in FP8",
-            "a number of ranks that leaves each a multiple of 128 rows of them",
+            "a number of ranks that gives each rank a multiple of 128 rows of these heads",
         ),
         (
             {**RAW["experts"], "moe_intermediate_size": 7, "num_experts": 5},
             2,
             "moe_intermediate_size=7 and num_experts=5",
-            (
-                "a number of ranks by which it is a multiple of 1, or a number that divides the"
-                " experts"
-            ),
+            "a number of ranks that divides moe_intermediate_size, or one that divides num_experts",
         ),
         (
             {**RAW["experts in some layers"], "intermediate_size": 23},
             2,
             "intermediate_size=23",
-            "a number of ranks by which it is a multiple of 1",
+            "a number of ranks that divides intermediate_size",
         ),
     ],
 )
@@ -340,21 +337,24 @@ COLUMNS = {**RAW["experts"], **FP8, "moe_intermediate_size": 768, "num_attention
             "columns",
             4,
             "moe_intermediate_size=768, shared as 'columns'",
-            "a number of ranks by which it is a multiple of 128, or experts='whole'",
+            (
+                "a number of ranks n for which moe_intermediate_size / n is a multiple of 128, or"
+                " experts='whole'"
+            ),
         ),
         (
             {**RAW["experts"], "num_experts": 5},
             "whole",
             2,
             "num_experts=5, shared as 'whole'",
-            "a number of ranks that divides it, or experts='columns'",
+            "a number of ranks that divides num_experts, or experts='columns'",
         ),
         (
             {**RAW["experts"], "num_experts": 6, "moe_intermediate_size": 7},
             "whole",
             4,
             "num_experts=6, shared as 'whole'",
-            "a number of ranks that divides it",
+            "a number of ranks that divides num_experts",
         ),
     ],
 )

@@ -37,7 +37,7 @@ def test_a_published_file_is_read_as_transformers_reads_it(tmp_path: Path) -> No
         (
             {"text_config": {"hidden_size": 8}},
             "config.json has hidden_size=1536 and text_config.hidden_size=8",
-            "give hidden_size once",
+            "write hidden_size in one place, or the same value in both",
         ),
         (
             {"text_config": {"model_type": "qwen3"}},

@@ -176,7 +176,9 @@ class _Reader:
         follow."""
         count = self.number("Q")
         if count * size > self._left():
-            raise _Fault(f"at byte {self.at}: {count} {what}, where {self._left()} bytes are left")
+            raise _Fault(
+                f"at byte {self.at}: {count} {what}, but only {self._left()} bytes are left"
+            )
         return int(count)
 
     def value(self) -> Any:
@@ -188,18 +190,22 @@ class _Reader:
         form = _SCALARS.get(kind)
         count = self.count(struct.calcsize(form) if form else 8, "values")
         if count > _MOST_VALUES:
-            raise _Fault(f"at byte {self.at}: an array of {count} values")
+            raise _Fault(
+                f"at byte {self.at}: an array of {count} values; weft reads at most {_MOST_VALUES}"
+            )
         if form:
             return list(self.numbers(form, count))
         if kind != _STRING:
-            raise _Fault(f"at byte {self.at}: an array of type {kind}")
+            raise _Fault(f"at byte {self.at}: an array of type {kind}, which weft does not read")
         return [self.string() for _ in range(count)]
 
     def _of(self, kind: int) -> Any:
         if kind == _STRING:
             return self.string()
         if kind not in _SCALARS:
-            raise _Fault(f"at byte {self.at}: a value of type {kind}")
+            raise _Fault(
+                f"at byte {self.at}: a value of type {kind}, which the format does not have"
+            )
         return self.number(_SCALARS[kind])
 
     def _left(self) -> int:
@@ -209,10 +215,10 @@ class _Reader:
         """Advance by `size` bytes, and return where they begin."""
         if size > self._left():
             if len(self.data) < _MOST_BYTES:
-                ends = f"ends after {len(self.data)}"
+                end = f"the file ends at byte {len(self.data)}"
             else:
-                ends = f"may have {_MOST_BYTES} there"
-            raise _Fault(f"at byte {self.at}: {size} bytes of a header, and the file {ends}")
+                end = f"weft reads headers of at most {_MOST_BYTES} bytes"
+            raise _Fault(f"at byte {self.at}: the header goes on for {size} bytes, but {end}")
         start = self.at
         self.at = self.at + size
         return start
@@ -240,13 +246,15 @@ def _read(
         _add(metadata, reader.string(), reader.value())
     alignment = metadata.get("general.alignment", 32)
     if not (isinstance(alignment, int) and 8 <= alignment <= 2**16 and alignment % 8 == 0):
-        raise _Fault(f"general.alignment={alignment!r:.60}, which is a multiple of 8")
+        raise _Fault(
+            f"general.alignment={alignment!r:.60}; it has to be a multiple of 8, from 8 to 65536"
+        )
     infos: dict[str, tuple[tuple[int, ...], int, int]] = {}
     for _ in range(num_tensors):
         name = reader.string()
         dims = reader.number("I")
         if not 1 <= dims <= _MOST_DIMS:
-            raise _Fault(f"{name:.200} has {dims} dimensions")
+            raise _Fault(f"{name:.200} has {dims} dimensions; it has to have 1 to {_MOST_DIMS}")
         # ggml has the contiguous dimension first, torch last.
         shape = reader.numbers("Q", dims)[::-1]
         _add(infos, name, (shape, *reader.numbers("I"), *reader.numbers("Q")))
@@ -258,7 +266,7 @@ def _read(
     }
     wrong = [name for name, entry in tensors.items() if entry.start % alignment]
     if wrong:
-        raise _Fault(f"{wrong[0]:.200} is not at a multiple of {alignment} bytes")
+        raise _Fault(f"{wrong[0]:.200} does not start at a multiple of {alignment} bytes")
     return metadata, tensors, start
 
 
@@ -275,17 +283,22 @@ def _place(
         # An unknown type has an unknown size. `GgufTensors` refuses it if the model needs it.
         return StoredTensor(shape, kind, start, 0)
     block, size = block_sizes[kind]
-    if min(shape) < 1 or shape[-1] % block:
+    if min(shape) < 1:
+        raise _Fault(f"{name:.200} has the shape {list(shape)}; every size has to be 1 or more")
+    if shape[-1] % block:
         raise _Fault(
-            f"{name:.200} has the shape {list(shape)}, whose rows are no blocks of {block}"
+            f"{name:.200} has rows of {shape[-1]} values, which is no multiple of the block of"
+            f" {block}"
         )
     size *= math.prod(shape) // block
     if start + offset + size > end:
-        raise _Fault(f"{name:.200} ends at byte {start + offset + size}, and the file after {end}")
+        raise _Fault(
+            f"{name:.200} ends at byte {start + offset + size}, but the file ends at byte {end}"
+        )
     return StoredTensor(shape, kind, start + offset, size)
 
 
 def _add(entries: dict[str, Any], name: str, value: Any) -> None:
     if name in entries:
-        raise _Fault(f"two of the name {name!r:.200}")
+        raise _Fault(f"two entries have the name {name!r:.200}")
     entries[name] = value

@@ -100,7 +100,7 @@ def read_config(file: GgufFile, call: str, *, strict: bool = False) -> ModelConf
     fields.check(
         config.rope.kind == "default",
         "rope.scaling.type",
-        "no scaling beside the tensor rope_freqs.weight",
+        "no scaling type, or no tensor rope_freqs.weight: weft does not combine them",
     )
     return attrs.evolve(config, rope=attrs.evolve(config.rope, factors=factors))
 
@@ -109,13 +109,14 @@ def _fields_of(file: GgufFile, fields: Fields, *, experts: bool) -> Iterator[tup
     """The equivalent fields of a config.json."""
     needed = _NEEDED | (_NEEDED_OF_EXPERTS if experts else {})
     for name, field in needed.items():
-        fields.check(name in fields.raw, name, f"{name} is written")
+        instead = f"a file that has the key {fields.prefix}{name}; convert the model again"
+        fields.check(name in fields.raw, name, instead)
         yield field, fields.raw[name]
     window = fields.raw.get("attention.sliding_window", 0)
     fields.check(
         not window or file.architecture == "llama",
         "attention.sliding_window",
-        "weft has it in llama alone",
+        "weft supports it only in llama",
     )
     yield (
         "architectures",
@@ -163,7 +164,7 @@ def _sizes(file: GgufFile, fields: Fields) -> Iterator[tuple[str, Any]]:
         # Checked before anything has that size: the count in a malformed file may be 2**31 - 1.
         layers <= len(file.tensors),
         "block_count",
-        f"as many as its {len(file.tensors)} tensors make",
+        f"block_count is at most the number of tensors in the file, {len(file.tensors)}",
     )
     size = fields.integer("attention.key_length", max(hidden // heads, 1))
     for name in ("attention.value_length", "rope.dimension_count"):
@@ -192,7 +193,7 @@ def _rope(fields: Fields) -> Iterator[tuple[str, Any]]:
     fields.check(
         kind in kinds,
         "rope.scaling.type",
-        f"weft supports {', '.join(kinds)}, and rope_freqs.weight",
+        f"weft supports {', '.join(kinds)}, and the tensor rope_freqs.weight",
     )
     if kind == "none":
         return

@@ -87,8 +87,7 @@ class GgufTensors:
             )
         if stored.shape != shape:
             problem = (
-                f"{name} in {self.file.path.name} is {stored.shape}, and its metadata makes it"
-                f" {shape}"
+                f"{name} in {self.file.path.name} is {stored.shape}, but its metadata says {shape}"
             )
             raise CheckpointError(
                 self.call, problem, "check that it is a whole file, of this architecture"

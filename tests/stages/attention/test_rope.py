@@ -339,7 +339,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         (
             {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}},
             "config.json has rope_theta=10000.0 and rope_parameters.rope_theta=500000.0",
-            "give rope_theta once",
+            "write rope_theta in one place, or the same value in both",
         ),
         (
             {"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}},

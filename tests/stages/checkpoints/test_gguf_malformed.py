@@ -134,12 +134,12 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "it is big-endian"),
     "2**60 tensors": (
         head(2**60) + bytes(64),
-        r"1152921504606846976 tensors, where \d+ bytes are left",
+        r"1152921504606846976 tensors, but only \d+ bytes are left",
     ),
     "2**60 values": (head(0, 2**60) + bytes(64), "1152921504606846976 values of metadata"),
     "a key of 2**60 letters": (
         head(0, 1) + struct.pack("<Q", 2**60) + bytes(64),
-        "1152921504606846976 bytes",
+        r"the header goes on for 1152921504606846976 bytes, but the file ends at byte \d+",
     ),
     "an array of 2**60": (
         head(0, 1) + text("a") + ARRAY + struct.pack("<Q", 2**60),
@@ -147,15 +147,15 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     ),
     "an array of 2**23": (
         head(0, 1) + text("a") + ARRAY + struct.pack("<Q", 2**23) + bytes(2**23),
-        "an array of 8388608 values",
+        "an array of 8388608 values; weft reads at most 4194304",
     ),
     "an array of arrays": (
         head(0, 1) + text("a") + struct.pack("<IIQ", 9, 9, 1) + bytes(64),
-        "an array of type 9",
+        "an array of type 9, which weft does not read",
     ),
     "a value of type 13": (
         head(0, 1) + text("a") + struct.pack("<I", 13) + bytes(64),
-        "a value of type 13",
+        "a value of type 13, which the format does not have",
     ),
     "a key that is no text": (
         head(0, 1) + struct.pack("<Q", 1) + b"\xff" + bytes(64),
@@ -163,22 +163,37 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     ),
     "a key twice": (
         head(0, 2) + (text("a") + struct.pack("<II", 4, 1)) * 2 + bytes(64),
-        "two of the name 'a'",
+        "two entries have the name 'a'",
     ),
-    "a tensor twice": (head(2) + info("a", [8]) * 2 + bytes(128), "two of the name 'a'"),
-    "no dimensions": (head(1) + info("a", []) + bytes(64), "a has 0 dimensions"),
+    "a tensor twice": (
+        head(2) + info("a", [8]) * 2 + bytes(128),
+        "two entries have the name 'a'",
+    ),
+    "no dimensions": (
+        head(1) + info("a", []) + bytes(64),
+        "a has 0 dimensions; it has to have 1 to 4",
+    ),
     "2**32 - 1 dimensions": (head(1) + text("a") + b"\xff" * 64, "a has 4294967295 dimensions"),
-    "a dimension of 0": (head(1) + info("a", [0, 8]) + bytes(64), r"a has the shape \[8, 0\]"),
-    "2**60 by 2**60": (head(1) + info("a", [2**60, 2**60]) + bytes(64), "a ends at byte"),
+    "a dimension of 0": (
+        head(1) + info("a", [0, 8]) + bytes(64),
+        r"a has the shape \[8, 0\]; every size has to be 1 or more",
+    ),
+    "2**60 by 2**60": (
+        head(1) + info("a", [2**60, 2**60]) + bytes(64),
+        r"a ends at byte \d+, but the file ends at byte \d+",
+    ),
     "an offset of 2**60": (head(1) + info("a", [8], 0, 2**60) + bytes(64), "a ends at byte"),
     "half a block": (
         head(1) + info("a", [16], 8) + bytes(64),
-        r"a has the shape \[16\], whose rows are no",
+        "a has rows of 16 values, which is no multiple of the block of 32",
     ),
-    "an odd place": (head(1) + info("a", [8], 0, 4) + bytes(128), "a is not at a multiple of 32"),
+    "an odd place": (
+        head(1) + info("a", [8], 0, 4) + bytes(128),
+        "a does not start at a multiple of 32 bytes",
+    ),
     "an alignment of 0": (
         head(0, 1) + text("general.alignment") + struct.pack("<II", 4, 0) + bytes(64),
-        "general.alignment=0",
+        "general.alignment=0; it has to be a multiple of 8, from 8 to 65536",
     ),
 }
 
@@ -212,7 +227,7 @@ def test_tensors_that_are_missing_of_another_shape_or_unknown(tmp_path: Path) ->
     )
     with pytest.raises(
         CheckpointError,
-        match=r"blk.1.attn_k.weight in a.gguf is \(8, 32\), and .* makes it \(16, 32\)",
+        match=r"blk.1.attn_k.weight in a.gguf is \(8, 32\), but its metadata says \(16, 32\)",
     ):
         weft.load(tmp_path, "cpu")
     write_file(

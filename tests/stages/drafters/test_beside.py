@@ -263,7 +263,10 @@ def test_parameters_of_a_model_beside_that_change_are_noticed(
 
 
 def test_models_that_cannot_are_named(expert: Model, amateur: Model) -> None:
-    with pytest.raises(ProgramError, match=r"no logits=f that reads(.|\n)*instead"):
+    with pytest.raises(
+        ProgramError,
+        match=r"models in beside=, but no logits=f to read their logits\n  instead: logits=f, too",
+    ):
         expert.with_stages(beside={"amateur": amateur})
     with pytest.raises(ProgramError, match=r"beside={'amateur': \.\.\.}\n  saw: an int"):
         expert.with_stages(beside={"amateur": 3}, logits=contrast)  # type: ignore[dict-item]

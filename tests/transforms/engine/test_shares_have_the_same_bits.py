@@ -147,10 +147,15 @@ def test_without_leaves_other_numbers_of_ranks_have_other_bits() -> None:
 def test_sums_that_cannot_be_cut_are_refused() -> None:
     model = model_of("experts")
     with pytest.raises(
-        ConfigError, match=r"reduction_leaves=16(.|\n)*moe_intermediate_size=8(.|\n)*divides them"
+        ConfigError,
+        match=r"reduction_leaves=16(.|\n)*moe_intermediate_size=8, which cannot be cut into 16"
+        r" equal leaves\n(.|\n)*a power of two that divides the columns into equal leaves; or 1",
     ):
         model.with_stages(batch_invariant=True, reduction_leaves=16)
-    with pytest.raises(ConfigError, match=r"reduction_leaves=64(.|\n)*32 columns of 4 heads"):
+    with pytest.raises(
+        ConfigError,
+        match=r"reduction_leaves=64(.|\n)*32 columns of 4 heads, which cannot be cut into 64",
+    ):
         model.with_stages(batch_invariant=True, reduction_leaves=64)
     with pytest.raises(ConfigError, match=r"reduction_leaves=2(.|\n)*4 ranks(.|\n)*divides 2"):
         model_of("qwen3", shard=(1, 4)).with_stages(batch_invariant=True, reduction_leaves=2)
