@@ -67,12 +67,16 @@ def _check(options: Bench) -> None:
         else:
             flag = f"--pp {pp}"
         options.refuse(
-            flag, "several modes or splits, of which one is timed", "one of them, or --eval FILE"
+            flag,
+            "several modes or splits; without --eval, weft bench times a single one",
+            "one of them, or --eval FILE",
         )
     if options.eval is not None and options.max_step_seconds is not None:
-        problem = "a time to keep within, in a comparison of scores"
+        problem = "--eval compares scores, and a time limit makes the batches depend on the clock"
         options.refuse(
-            f"--eval ... --max-step-seconds {options.max_step_seconds:g}", problem, "one of the two"
+            f"--eval ... --max-step-seconds {options.max_step_seconds:g}",
+            problem,
+            "leave out one of the two",
         )
     if tokens is not None and tokens < options.max_num_seqs:
         problem = f"{tokens} tokens a step for {options.max_num_seqs} requests"

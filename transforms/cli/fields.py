@@ -180,11 +180,10 @@ class Options:
                 if other in self.explicit and name in idle
             ]
             if both := " and ".join(other_flags):
-                self.refuse(
-                    written,
-                    f"{both}, with which {flag} has no effect",
-                    f"leave out {flag}, or {both}",
-                )
+                instead = "leave out one of the two"
+                if len(other_flags) > 1:
+                    instead = f"leave out {flag}, or {both}"
+                self.refuse(written, f"{flag} has no effect with {both}", instead)
             if needed and self.explicit.isdisjoint(needed):
                 usage, *other_flags = (_usage(fields[one]) for one in (name, *needed))
                 missing = " and no ".join(map(flag_of, needed))

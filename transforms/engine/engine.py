@@ -452,7 +452,7 @@ class Engine:
 
     def _check_weights(self) -> None:
         if self._is_distributed and self._weights.are_changed:
-            problem = "parameters that were changed in place, of which other ranks do not know"
+            problem = "this rank's parameters were changed in place, and other ranks were not told"
             raise EngineError(
                 "engine.step()", problem, "engine.update() after the change, on every rank"
             )

@@ -303,9 +303,9 @@ class OutputProcessor:
             return
         call = f"the masks of request {completion.id!r}, after {len(completion.state.token_ids)} tokens"
         problem = (
-            f"{seconds:.2g} s of a step, for which all others wait, after {debt:.2g} s too much in"
-            f" steps before; its share is {budget.step_seconds:.2g} s, and"
-            f" {budget.burst_seconds:.2g} s more in sum"
+            f"its masks took {seconds:.2g} s in this step and were {debt:.2g} s over in earlier"
+            f" ones; allowed: {budget.step_seconds:.2g} s a step, {budget.burst_seconds:.2g} s over"
+            " in total"
         )
         instead = (
             "a grammar with fewer repetitions within repetitions, fewer completions, or fewer"

@@ -377,8 +377,8 @@ def check_channels(programs: Sequence[Program]) -> Iterator[ProgramError]:
         for mine, other in zip(sent[pair], theirs, strict=False):
             if isinstance(mine.effect, Send) != isinstance(other.effect, Recv):
                 problem = (
-                    f"{mine} comes before what {other} waits for, on the one channel from rank"
-                    f" {pair[0]}"
+                    f"rank {mine.rank} performs '{mine.effect}' first, but rank {other.rank}'s"
+                    f" '{other.effect}', which reads the same channel, expects another message"
                 )
                 yield ProgramError(
                     f"check of {len(programs)} programs",

@@ -217,7 +217,10 @@ class Machine:
             assert at is not None, "all ranks are there"
             if (theirs := self.programs[rank].effects[at]) != effect:
                 instead = _TOGETHER
-                raise ProgramError(self.call, f"{step} meets {Step(rank, theirs)}", instead)
+                problem = (
+                    f"rank {step.rank} performs '{effect}' where rank {rank} performs '{theirs}'"
+                )
+                raise ProgramError(self.call, problem, instead)
 
     def ready(self) -> list[Step]:
         """The effects that can run now."""
@@ -240,7 +243,11 @@ class Machine:
                     "the same micro-batches in the same order, and one schema, on both ends of an"
                     " edge"
                 )
-                raise ProgramError(self.call, f"{sent} meets {step}", instead)
+                problem = (
+                    f"rank {step.rank} expects '{step.effect}' but gets '{sent.effect}' from rank"
+                    f" {sent.rank}"
+                )
+                raise ProgramError(self.call, problem, instead)
         for edge in puts(step, len(self.programs)):
             self.queues.setdefault(edge, deque()).append(step)
         self.at[step.rank] += 1

@@ -126,7 +126,7 @@ def _checked(returned: Any, kind: str, parts: int) -> tuple[Any, ...]:
 def _own_methods(batch: Any) -> str:
     """The remedy that works for every batch, as text for an error."""
     if type(batch).__module__ == "builtins":
-        kind = "a class of your own"
+        kind = "a custom class"
     else:
         kind = f"class {type(batch).__name__}"
     return (
@@ -145,7 +145,7 @@ def _split_named(call: str, batch: Any, parts: int) -> Iterator[Any]:
         for start, end in pairwise(find_bounds(size, parts)):
             yield cut_sized(batch, {axis: (start, end)}, resized(descriptor, {axis: end - start}))
     elif starts is None:
-        problem = f"axes {', '.join(sizes)}; a field of starts connects two"
+        problem = f"axes {', '.join(sizes)}, and no single field of starts that connects two axes"
         instead = _own_methods(batch)
         if len(sizes) == 2:
             problem = f"axes {', '.join(sizes)}, and no field that says how they go together"
@@ -198,8 +198,8 @@ def _check_sizes(call: str, batch: Any, descriptor: Any) -> dict[str, int]:
         arguments = arguments_of(descriptor)
     if unnamed := [name for name, size in arguments.items() if name not in sizes and is_int(size)]:
         problem = (
-            f"'{descriptor}', whose {' and '.join(unnamed)} no field names as an axis: unknown in a"
-            " part"
+            f"the descriptor '{descriptor}' has {' and '.join(unnamed)}, but no field names an axis"
+            f" {' or '.join(unnamed)}, so the descriptor of a part is unknown"
         )
         raise DescriptorError(call, problem, _own_methods(batch))
     return sizes
@@ -230,7 +230,7 @@ def _split_rows(call: str, batch: Any, parts: int) -> Iterator[Any]:
     """The parts of a tree of tensors, cut along their first dimensions."""
     # Every part would keep the descriptor of the whole batch, with its sizes.
     if find_descriptors(batch):
-        problem = f"{kind_of(batch)} around a batch with a descriptor of its own"
+        problem = f"{kind_of(batch)} around a batch that has a descriptor"
         raise DescriptorError(call, problem, "that batch, with the rest in its fields (weft.axes)")
     count = _common_length(call, batch)
     _check_values(call, batch, count)
@@ -309,7 +309,7 @@ def join(outputs: Sequence[Any], parts: Sequence[Any], batch: Any = None) -> Any
         if not splits(batch):
             raise DescriptorError(
                 call,
-                f"{type(parts[0]).__name__} has a join of its own",
+                f"{type(parts[0]).__name__} has a method join(outputs), which needs the batch",
                 "join(outputs, parts, batch)",
             )
         return batch.join(list(outputs))
@@ -390,8 +390,7 @@ def _mistake_in_leaf(
     # (`_join_starts`).
     if axis is not None and "+" in axis:
         problem = (
-            f"output {name} follows {axis}, of which the parts together have more entries than the"
-            " whole"
+            f"output {name} has size {axis} in each part, so the joined output would be too long"
         )
         return problem, "return it without that field"
     expected = {sizes[axis]} if axis is not None and axis in sizes else set(sizes.values())

@@ -326,11 +326,14 @@ def _other_work(
     num_stages, num_ranks = counts
     if len(programs) != num_ranks:
         return (
-            f"programs of {len(programs)} ranks, which were {num_ranks} before",
+            f"programs of {len(programs)} ranks, in a pipeline of {num_ranks}",
             "as many ranks for any jobs",
         )
     if jobs and (stages := count_stages(programs)) != num_stages:
-        return f"programs of {stages} stages for {num_stages}", "each stage s on rank s % num_ranks"
+        return (
+            f"programs of {stages} stages, in a pipeline of {num_stages}",
+            "each stage s on rank s % num_ranks",
+        )
     ran = [e.microbatch for e in programs[0].effects if isinstance(e, Run) and e.stage == 0]
     if ran != list(range(len(jobs))):
         problem = f"runs of the micro-batches {ran}, where there are {len(jobs)}, in order"
@@ -370,8 +373,8 @@ def _other_work(
                 late = sorted((before | ({after} if after is not None else set())) - over)
                 if late:
                     problem = (
-                        f"rank {program.rank}: '{effect}' before job {late[0]} is over, after which"
-                        " it runs"
+                        f"rank {program.rank} performs '{effect}' too early: its job must wait for"
+                        f" job {late[0]}"
                     )
                     end = ["broadcast"] * jobs[late[0]].feeds + ["run advance"] * advances
                     return problem, f"{' and '.join(end)} [mb {late[0]}] before it"

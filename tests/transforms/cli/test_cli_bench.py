@@ -462,8 +462,8 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "lengths twice": (
         (*TINY, *SMALL, "--workload", "mixed"),
         (
-            "weft bench --workload mixed\n  saw: --input-len and --output-len, with which"
-            " --workload has no effect\n  instead: leave out --workload, or --input-len and"
+            "weft bench --workload mixed\n  saw: --workload has no effect with --input-len"
+            " and --output-len\n  instead: leave out --workload, or --input-len and"
             " --output-len"
         ),
     ),
@@ -515,13 +515,16 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "a seed of a score": (
         (*SCORE, "--seed", "1"),
-        "weft bench --seed 1\n  saw: --eval, with which --seed has no effect",
+        (
+            "weft bench --seed 1\n  saw: --seed has no effect with --eval\n  instead: leave out one"
+            " of the two"
+        ),
     ),
     "a score within a time": (
         (*SCORE, "--max-step-seconds", "1"),
         (
-            "weft bench --eval ... --max-step-seconds 1\n  saw: a time to keep within, in a"
-            " comparison of scores"
+            "weft bench --eval ... --max-step-seconds 1\n  saw: --eval compares scores, and a time"
+            " limit makes the batches depend on the clock\n  instead: leave out one of the two"
         ),
     ),
     "no time at all": (
@@ -534,11 +537,11 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "a number of requests of a score": (
         (*SCORE, "--num-prompts", "1"),
-        "instead: leave out --num-prompts, or --eval",
+        "saw: --num-prompts has no effect with --eval\n  instead: leave out one of the two",
     ),
     "a length of a score": (
         (*SCORE, "--input-len", "1"),
-        "saw: --eval, with which --input-len has no effect",
+        "saw: --input-len has no effect with --eval",
     ),
     "no tasks": (("--model", str(DEMO), "--eval", "none.jsonl"), "there is no file"),
 }

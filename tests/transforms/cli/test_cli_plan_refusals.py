@@ -16,8 +16,8 @@ BAD: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("--pp", "2", "--gpus", "4"),
         (
             "error: weft plan --pp 2",
-            "--gpus, with which --pp has no effect",
-            "leave out --pp, or --gpus",
+            "--pp has no effect with --gpus",
+            "leave out one of the two",
         ),
     ),
     "shares of three heads": (("--pp", "1", "--tp", "3"), ("error: weft plan --tp 3", "heads")),

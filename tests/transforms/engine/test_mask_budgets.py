@@ -126,8 +126,8 @@ def test_the_error_says_which_masks_and_how_long(clock: Clock) -> None:
     assert error.call == "the masks of request 'odd', after 2 tokens"
     assert (
         error.problem
-        == "3 s of a step, for which all others wait, after 4 s too much in steps before; its share"
-        " is 1 s, and 4 s more in sum"
+        == "its masks took 3 s in this step and were 4 s over in earlier ones; allowed: 1 s a step,"
+        " 4 s over in total"
     )
     assert error.instead.startswith(
         "a grammar with fewer repetitions within repetitions, fewer completions, or"

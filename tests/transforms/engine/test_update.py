@@ -367,7 +367,9 @@ def test_a_change_that_other_ranks_do_not_know_is_refused_until_it_is_said() -> 
     model.params.layers[0].qkv_proj.add_(1)
     for _ in range(2):
         with pytest.raises(
-            EngineError, match=r"of which other ranks do not know\n  instead: engine\.update"
+            EngineError,
+            match=r"this rank's parameters were changed in place, and other ranks were not told\n"
+            r"  instead: engine\.update",
         ):
             engine.step()
     engine.update()

@@ -41,25 +41,34 @@ MEETINGS: dict[str, tuple[int, Fault, str, str]] = {
     "recvs swapped": (
         2,
         before("recv from 1 [mb 1]", "recv from 1 [mb 0]"),
-        f"rank 1: 'send to 2 [mb 0]: {SCHEMA}' meets rank 2: 'recv from 1 [mb 1]: {SCHEMA}'",
+        (
+            f"rank 2 expects 'recv from 1 [mb 1]: {SCHEMA}' but gets"
+            f" 'send to 2 [mb 0]: {SCHEMA}' from rank 1"
+        ),
         ORDER,
     ),
     "schema": (
         1,
         replaced("recv from 0 [mb 1]", Recv(0, 1, OTHER)),
-        f"rank 0: 'send to 1 [mb 1]: {SCHEMA}' meets rank 1: 'recv from 0 [mb 1]: {OTHER}'",
+        (
+            f"rank 1 expects 'recv from 0 [mb 1]: {OTHER}' but gets"
+            f" 'send to 1 [mb 1]: {SCHEMA}' from rank 0"
+        ),
         ORDER,
     ),
     "no schema": (
         1,
         replaced("recv from 0 [mb 1]", Recv(0, 1)),
-        f"rank 0: 'send to 1 [mb 1]: {SCHEMA}' meets rank 1: 'recv from 0 [mb 1]'",
+        (f"rank 1 expects 'recv from 0 [mb 1]' but gets 'send to 1 [mb 1]: {SCHEMA}' from rank 0"),
         ORDER,
     ),
     "schema of what returns": (
         0,
         replaced("broadcast from 2 [mb 1]", Broadcast(2, 1, SCHEMA)),
-        f"rank 2: 'broadcast from 2 [mb 1]' meets rank 0: 'broadcast from 2 [mb 1]: {SCHEMA}'",
+        (
+            f"rank 0 expects 'broadcast from 2 [mb 1]: {SCHEMA}' but gets"
+            f" 'broadcast from 2 [mb 1]' from rank 2"
+        ),
         ORDER,
     ),
     "send missing": (

@@ -296,7 +296,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "programs of other stages": (
         lambda: pipeline([stage] * 2, microbatches=2, advance=advance, schedule=parse_listing(FED)),
-        "the programs of its schedule\n  saw: programs of 4 stages for 2",
+        "the programs of its schedule\n  saw: programs of 4 stages, in a pipeline of 2",
     ),
     "a batch of fewer parts": (
         lambda: pipeline([stage] * 2, microbatches=2, schedule=edited())(
@@ -340,7 +340,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
             3,
         )(PARAMS[:2], states()[:2], BATCH),
         (
-            "rank 0: 'run stage 0 [mb 1]' before job 0 is over, after which it runs\n"
+            "saw: rank 0 performs 'run stage 0 [mb 1]' too early: its job must wait for job 0\n"
             "  instead: broadcast and run advance [mb 0] before it"
         ),
     ),
@@ -348,7 +348,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: pipeline(
             [stage] * 4, microbatches=2, schedule=without(FED, "send stage 0 to 1 [mb 1]")
         ),
-        "saw: rank 0: 'send stage 2 to 1 [mb 0]' meets rank 1: 'recv stage 0 from 0 [mb 1]'",
+        (
+            "saw: rank 1 expects 'recv stage 0 from 0 [mb 1]' but gets 'send stage 2 to 1 [mb 0]'"
+            " from rank 0"
+        ),
     ),
     "a wrong interleaving, where each rank is right by itself": (
         lambda: pipeline(
@@ -378,8 +381,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
             [stage] * 4, microbatches=2, advance=advance, schedule=parse_listing(overtaking())
         ),
         (
-            "comes before what rank 0: 'recv stage 1 from 1 [mb 1]' waits for, on the one channel"
-            " from rank 1"
+            "saw: rank 1 performs 'broadcast from 1 [mb 0]' first, but rank 0's 'recv stage 1 from"
+            " 1 [mb 1]', which reads the same channel, expects another message"
         ),
     ),
     "programs of other classes": (

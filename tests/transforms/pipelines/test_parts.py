@@ -177,7 +177,7 @@ def test_trees_without_a_common_length_are_refused(tree: Any, problem: str) -> N
     assert (
         str(error.value)
         == f"split(<{type(tree).__name__}>, 2)\n  saw: {problem}\n  instead: tensors with a row for"
-        f" each entry, and the rest in params; or in a class of your own {METHODS}"
+        f" each entry, and the rest in params; or in a custom class {METHODS}"
     )
 
 
@@ -286,10 +286,7 @@ def test_an_axis_of_one_more_is_split_and_not_joined() -> None:
     cut = split(batch, 2)
     assert [part.states.tolist() for part in cut] == [[0, 1, 2], [2, 3, 4]]
     assert_equal(LAW, join([part.states[1:] - part.actions for part in cut], cut), torch.ones(4))
-    problem = (
-        "output .states follows steps+1, of which the parts together have more entries than the"
-        " whole"
-    )
+    problem = "output .states has size steps+1 in each part, so the joined output would be too long"
     with refused(
         DescriptorError, "join of 2 micro-batches", problem, "return it without that field"
     ):
@@ -309,7 +306,10 @@ def test_an_axis_of_one_more_is_split_and_not_joined() -> None:
         ),
         (
             Graphs.of(Graph.ring(2), Graph.ring(3)),
-            "axes num_nodes, num_edges, num_graphs; a field of starts connects two",
+            (
+                "axes num_nodes, num_edges, num_graphs, and no single field of starts that connects"
+                " two axes"
+            ),
             f"in class Graphs {METHODS}",
         ),
         (
@@ -325,14 +325,15 @@ def test_an_axis_of_one_more_is_split_and_not_joined() -> None:
         (
             Rows(BatchDescriptor(4, 4), torch.ones(4, 2)),
             (
-                "'ragged 4 tokens, 4 reqs', whose num_reqs and num_active_loras no field names as"
-                " an axis: unknown in a part"
+                "the descriptor 'ragged 4 tokens, 4 reqs' has num_reqs and num_active_loras, but no"
+                " field names an axis num_reqs or num_active_loras, so the descriptor of a part is"
+                " unknown"
             ),
             f"in class Rows {METHODS}",
         ),
         (
             {"signal": Signal(Length(2), torch.ones(2)), "mask": torch.ones(2)},
-            "a dict around a batch with a descriptor of its own",
+            "a dict around a batch that has a descriptor",
             "that batch, with the rest in its fields (weft.axes)",
         ),
         (
@@ -416,7 +417,7 @@ def test_parts_that_overlap_need_a_join() -> None:
 def test_a_join_of_ones_own_needs_the_whole_batch() -> None:
     batch, _ = OWN_BATCHES["split and join"]
     cut = split(batch, 2)
-    problem = "SplitGraph has a join of its own"
+    problem = "SplitGraph has a method join(outputs), which needs the batch"
     instead = "join(outputs, parts, batch)"
     with refused(DescriptorError, "join of 2 micro-batches", problem, instead):
         join([part.x for part in cut], cut)

@@ -207,7 +207,7 @@ def test_a_schedule_of_other_ranks_for_more_jobs_is_refused_and_nothing_ran() ->
     session.submit([torch.zeros(1)], [Job()])
     call = "pipeline(<2 stages>): the programs of its schedule"
     with refused(
-        ProgramError, call, "programs of 1 ranks, which were 2 before", "as many ranks for any jobs"
+        ProgramError, call, "programs of 1 ranks, in a pipeline of 2", "as many ranks for any jobs"
     ):
         session.submit([torch.ones(1)] * 2, [Job(after=0)] * 2)
     session.submit([torch.zeros(1)], [Job(after=0)])

@@ -105,13 +105,13 @@ class Threads:
         _refuse_unseen(call)
         if threading.current_thread() in self._threads:
             problem = (
-                "a thread of this transport, which is to run the other stages and would wait for"
-                " itself"
+                "a call in a thread of this transport, which would have to run the inner stages"
+                " while it waits for them"
             )
             raise ProgramError(
                 f"{call} in a stage",
                 problem,
-                "a Threads() of its own for the inner pipeline, or Local()",
+                "another Threads() for the inner pipeline, or Local()",
             )
         # One run at a time: two callers would queue their tasks in different orders on the ranks,
         # which then wait for each other for ever.
@@ -287,20 +287,22 @@ def _refuse_unseen(call: str) -> None:
     modes = [type(mode).__name__ for mode in function_modes() if not isinstance(mode, str)]
     if in_dispatch_mode():
         where = "inside a captured function"
-        force = "capture"
+        problem = (
+            "Threads() runs stages in other threads, which this thread's capture cannot record"
+        )
         instead = (
             "pipeline(map(graphify, stages), transport=Threads()), or transport=Local() inside"
             " graphify"
         )
     elif modes:
         where = "under a torch function mode"
-        force = modes[0]
+        problem = (
+            f"Threads() runs stages in other threads, which this thread's {modes[0]} cannot see"
+        )
         instead = "transport=Local()"
     else:
         return
-    raise CaptureError(
-        f"{call} {where}", f"threads, whose work the {force} of this one does not see", instead
-    )
+    raise CaptureError(f"{call} {where}", problem, instead)
 
 
 def thread_context(device: torch.device | None) -> Callable[[], AbstractContextManager[None]]:

@@ -67,7 +67,8 @@ def test_devices_are_counted() -> None:
 def test_inside_a_graph_they_are_refused() -> None:
     step = graphify(pipeline([scale] * 2, transport=Threads()))
     with pytest.raises(
-        CaptureError, match="threads, whose work the capture of this one does not see"
+        CaptureError,
+        match=r"runs stages in other threads, which this thread's capture cannot record",
     ):
         step((torch.ones(()),) * 2, (torch.ones(()),) * 2, torch.ones(2))
 
@@ -98,7 +99,8 @@ def test_under_a_function_mode_they_are_refused() -> None:
     with (
         Doubling(),
         pytest.raises(
-            CaptureError, match="threads, whose work the Doubling of this one does not see"
+            CaptureError,
+            match=r"runs stages in other threads, which this thread's Doubling cannot see",
         ),
     ):
         step([torch.ones(())] * 2, [torch.zeros(())] * 2, torch.ones(2))
@@ -113,7 +115,8 @@ def test_in_a_stage_of_their_own_they_are_refused_at_once() -> None:
 
     began = time.monotonic()
     with pytest.raises(
-        ProgramError, match="a thread of this transport, which is to run the other stages"
+        ProgramError,
+        match="a call in a thread of this transport, which would have to run the inner stages",
     ):
         pipeline([stage, stage], transport=threads)([None] * 2, [None] * 2, torch.ones(2))
     assert time.monotonic() - began < 10
