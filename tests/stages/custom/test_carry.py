@@ -111,9 +111,7 @@ WRONG: list[tuple[Callable[[Model], Any], str]] = [
         r"in layer 1\n  saw: layer 0 has already carried this name\n",
     ),
     (
-        lambda m: run_two(
-            m.with_stages(layers={0: GOOD}, carries={"a": ONE}), layers={0: GOOD}
-        ),
+        lambda m: run_two(m.with_stages(layers={0: GOOD}, carries={"a": ONE}), layers={0: GOOD}),
         r"in layer 0\n  saw: layer 0 has already carried this name in this step\n",
     ),
     (lambda m: run_two(m, carries={"a": ONE}), "no function that calls weft.stages.carry"),
