@@ -27,7 +27,6 @@ _WIDTH = 100
 _FACES = (
     "weft",
     "weft.transforms",
-    "weft.transforms.engine",
     "weft.stages",
     "weft.proofs",
     "weft.proofs.strategies",

@@ -3,6 +3,7 @@ leaves out."""
 
 import enum
 from collections import OrderedDict, defaultdict, namedtuple
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import given, strategies as st
 
 from weft.batches.descriptor import BatchDescriptor
 from weft.effects import Recv
+from weft.proofs.checks import code
 from weft.proofs.checks.code import MOST_PRINTED, to_code
 from weft.proofs.checks.difference import find_difference
 from weft.proofs.strategies import Rows, batches, descriptors, limits, tensors
@@ -65,6 +67,12 @@ VALUES: dict[str, Any] = {
     "arrays": np.arange(3.0),
     "long": [list(range(100)), {"k" * 50: "v" * 60}],
 }
+
+
+def test_names_come_from_public_modules() -> None:
+    """Each of which has a list of its names, whichever of them are imported."""
+    for face in code._FACES:
+        assert import_module(face).__all__, face
 
 
 @pytest.mark.parametrize("case", VALUES)
