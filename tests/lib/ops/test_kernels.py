@@ -4,6 +4,7 @@ ops.
 Not in bfloat16: triton's interpreter truncates to it, and gets its products wrong.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +24,21 @@ from weft.ops.products.linear import swiglu
 from weft.ops.products.parts import sum_parts
 from weft.ops.tiles.linear import gated_tile
 
+# The operators' kernels without a case in `kernel_cases.py`, and the file of tests here that compares
+# each with its reference.
+TESTED_IN = {
+    "attention.backends:attend_by_handle": "test_flashinfer.py",
+    "attention.paged_triton:attend": "test_paged_attention_triton.py",
+    "attention.paged_triton:attend_quantized": "test_paged_attention_triton.py",
+    "experts.products_triton:run_experts": "test_experts.py",
+    "norm_triton:add_norm_quantized": "test_kernels.py",
+    "norm_triton:norm_quantized": "test_kernels.py",
+    "products.gate_triton:silu_mul_quantized": "test_kernels.py",
+    "sampling.sample_rows_triton:count": "test_sample_rows_triton.py",
+    "sampling.sample_rows_triton:draw_rows": "test_sample_rows_triton.py",
+    "sampling.sample_triton:draw": "test_sample.py",
+    "sampling.sample_triton:score": "test_sample_rows_triton.py",
+}
 _INTERPRETED = """
 import sys, torch
 from importlib import import_module
@@ -68,6 +84,16 @@ def assert_near(result: Tensor, expected: Tensor, tolerance: float) -> None:
         return
     error = (result.double() - expected.double()).norm() / expected.double().norm()
     assert float(error) <= tolerance  # false for NaN
+
+
+def test_every_kernel_of_an_operator_has_a_case() -> None:
+    """In `kernel_cases.py`, or in the file that `TESTED_IN` names."""
+    folder = Path(register.__file__).parent
+    texts = [file.read_text(encoding="utf-8") for file in folder.rglob("*.py")]
+    kernels = {*re.findall(r'kernel="weft\.ops\.([\w.]+:\w+)"', "\n".join(texts))}
+    assert len(kernels) > 20
+    cases = {case.kernel.removeprefix("weft.ops.") for case in CASES}
+    assert kernels - cases == {*TESTED_IN}
 
 
 def op_of(case: Case) -> Callable[..., Any]:
