@@ -15,6 +15,7 @@ from test_sample_rows_triton import assert_same_draws
 
 from weft.batches.sampling import SamplingParams
 from weft.proofs import assert_equal
+from weft.proofs._strategies.engine import odd
 from weft.proofs._strategies.sampling import ALWAYS, ON_HOST, choices, fields_not_drawn
 from weft.values.trees import tree_leaves
 
@@ -116,6 +117,11 @@ def test_every_field_is_drawn_or_is_the_host_s() -> None:
     assert fields_not_drawn() == set()
     assert {*ON_HOST} == {*OF_HOST}
     assert {*DRAWN, *ON_HOST} == {*FIELDS}
+
+
+def test_odd_requests_have_every_field_but_four() -> None:
+    not_drawn = {"bad_words", "detokenize", "include_stop_str_in_output", "skip_special_tokens"}
+    assert {*FIELDS} - {*odd._FIELDS} == not_drawn
 
 
 @pytest.mark.parametrize("name", DRAWN)

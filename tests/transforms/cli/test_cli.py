@@ -151,6 +151,28 @@ SAMPLING: dict[str, tuple[list[str], dict[str, Any]]] = {
 }
 
 
+# The sampling parameters that are not flags of `weft generate`.
+IN_PYTHON = {
+    "allowed_token_ids",
+    "bad_token_ids",
+    "bad_words",
+    "detokenize",
+    "include_stop_str_in_output",
+    "logit_bias",
+    "logprobs",
+    "n",
+    "prompt_logprobs",
+    "skip_special_tokens",
+    "stop_token_ids",
+}
+
+
+def test_every_sampling_parameter_is_a_flag_or_left_to_python() -> None:
+    names = {field.name for field in attrs.fields(weft.SamplingParams)}
+    flags = {field.name for field in attrs.fields(Generate)}
+    assert names - flags == IN_PYTHON
+
+
 @pytest.mark.parametrize("case", SAMPLING)
 def test_flags_of_sampling_are_its_arguments(run: Weft, case: str) -> None:
     flags, arguments = SAMPLING[case]

@@ -1,8 +1,10 @@
 """Fields of vLLM's server that OpenAI's API does not have: they mean what they mean in the library."""
 
 import base64
+import json
 from typing import Any
 
+import attrs
 import httpx
 import pytest
 import torch
@@ -12,8 +14,37 @@ from weft.batches.sampling import SamplingParams
 from weft.stages.model import Model
 from weft.transforms.engine.generate import Completion, generate
 from weft.transforms.server.bodies import ServerLimits
+from weft.transforms.server.protocol import Sampled
 
 PROMPT = "The function returns"
+# The sampling parameters that a client does not give, each with the reason.
+NOT_OF_CLIENTS = {
+    "bad_token_ids": "vLLM's clients have bad_words",
+    "detokenize": "the server chooses",
+    "logprobs": "the two routes have different fields for it",
+}
+# A value of each other sampling parameter that is not its default.
+OF_CLIENTS: dict[str, Any] = {
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "top_k": 3,
+    "min_p": 0.5,
+    "n": 2,
+    "stop": ("a",),
+    "seed": 4,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 1.5,
+    "logit_bias": {3: 2.0},
+    "min_tokens": 2,
+    "stop_token_ids": (5,),
+    "include_stop_str_in_output": True,
+    "allowed_token_ids": (1, 2),
+    "bad_words": ("b",),
+    "ignore_eos": True,
+    "skip_special_tokens": False,
+    "prompt_logprobs": 2,
+}
 
 
 def first_choice(server: Served, route: str = "completions", **body: Any) -> Any:
@@ -32,6 +63,18 @@ def first_choice(server: Served, route: str = "completions", **body: Any) -> Any
 def said(model: Model, **sampling: Any) -> Completion:
     [completion] = generate(model, [PROMPT], max_tokens=16, sampling=SamplingParams(**sampling))
     return completion
+
+
+def test_every_sampling_parameter_is_a_clients_or_the_servers() -> None:
+    names = {field.name for field in attrs.fields(SamplingParams)}
+    assert names == {*OF_CLIENTS, *NOT_OF_CLIENTS}
+
+
+@pytest.mark.parametrize("name", OF_CLIENTS)
+def test_a_sampling_parameter_of_a_client_reaches_the_engine(name: str) -> None:
+    body = Sampled.model_validate_json(json.dumps({name: OF_CLIENTS[name]}))
+    params = body.sampling(logprobs=None, prompt_logprobs=body.prompt_logprobs)
+    assert getattr(params, name) == OF_CLIENTS[name]
 
 
 @pytest.mark.parametrize("include", [False, True])
