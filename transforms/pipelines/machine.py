@@ -175,21 +175,24 @@ class Machine:
             if self.queues.get(edge):
                 return ()
             return (edge.source,)
-        if isinstance(step.effect, Collective):
-            met = self._meeting(step)
-            return tuple(rank for rank, at in met.items() if at is None or self.at[rank] < at)
-        if isinstance(step.effect, Fence):
-            mb = step.effect.microbatch
-            mine = (e for e in self.queues if e.source == step.rank)
-            return tuple(
-                e.to for e in mine if any(sent.effect.microbatch == mb for sent in self.queues[e])
-            )
-        full = (
-            e
-            for e in puts(step, len(self.programs))
-            if len(self.queues.get(e, ())) >= self.capacity
-        )
-        return tuple(edge.to for edge in full)
+        match step.effect:
+            case AllReduce() | AllGather() | ReduceScatter() | AllToAll() | PPermute():
+                met = self._meeting(step)
+                return tuple(rank for rank, at in met.items() if at is None or self.at[rank] < at)
+            case Fence(mb):
+                mine = (e for e in self.queues if e.source == step.rank)
+                return tuple(
+                    e.to
+                    for e in mine
+                    if any(sent.effect.microbatch == mb for sent in self.queues[e])
+                )
+            case Run() | Send() | Recv() | Broadcast():
+                full = (
+                    e
+                    for e in puts(step, len(self.programs))
+                    if len(self.queues.get(e, ())) >= self.capacity
+                )
+                return tuple(edge.to for edge in full)
 
     def _meeting(self, step: Step) -> dict[int, int | None]:
         """For each rank of a collective, the index of the effect with which it takes part in it;

@@ -17,9 +17,16 @@ from collections.abc import Iterable, Sequence
 import attrs
 
 from weft.arguments.checks import COUNT, Rule, check_values
-from weft.effects import Broadcast, Effect, Fence, Program, Send
+from weft.effects import Broadcast, Effect, Fence, Program, Recv, Run, Send
 from weft.errors import ProgramError
-from weft.meshes.collectives import Collective
+from weft.meshes.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Collective,
+    PPermute,
+    ReduceScatter,
+)
 from weft.transforms.pipelines.checker import PROGRAMS
 from weft.transforms.pipelines.machine import Edge, Step, interleave, puts, takes
 from weft.transforms.pipelines.timing.costs import (
@@ -89,14 +96,18 @@ class _Clocks:
         """The times before which an effect cannot end."""
         if (edge := takes(step)) is not None:
             return [self.messages[edge][len(self.received[edge])].arrives]
-        if isinstance(step.effect, Fence):
-            return [
-                self.received[edge][index]
-                for edge, index in self.sent[step.rank, step.effect.microbatch]
-            ]
-        # On an edge that was full, the n-th message needs the receipt of message n - capacity.
-        full = (edge for edge in edges if len(self.messages[edge]) >= self.capacity)
-        return [self.received[edge][len(self.messages[edge]) - self.capacity] for edge in full]
+        match step.effect:
+            case AllReduce() | AllGather() | ReduceScatter() | AllToAll() | PPermute():
+                raise AssertionError("the ranks of a collective wait in `_meet`")
+            case Fence(mb):
+                return [self.received[edge][index] for edge, index in self.sent[step.rank, mb]]
+            case Run() | Send() | Recv() | Broadcast():
+                # On an edge that was full, the n-th message needs the receipt of message
+                # n - capacity.
+                full = (edge for edge in edges if len(self.messages[edge]) >= self.capacity)
+                return [
+                    self.received[edge][len(self.messages[edge]) - self.capacity] for edge in full
+                ]
 
     def _send(self, edge: Edge, effect: Effect, now: float) -> None:
         assert isinstance(effect, Send | Broadcast)
