@@ -90,9 +90,15 @@ def test_the_ways_go_through_functions_that_exist() -> None:
 def test_the_recipes_name_what_the_code_has() -> None:
     text = (ROOT / ".github" / "CONTRIBUTING.md").read_text(encoding="utf-8")
     names = {*re.findall(r"`(_[a-z]\w+|_?[A-Z][A-Z_]{3,})`", text)}
-    assert names >= {"_CHECKS", "ON_HOST", "NEEDS", "_how"}
+    assert names >= {"CHECKS", "ON_HOST", "NEEDS", "_how"}
     folders = ("lib", "stages", "transforms", "proofs", "tests")
-    files = (file for folder in folders for file in (ROOT / folder).rglob("*.py"))
+    # Without this file: a name that only it has is not the code's.
+    files = (
+        file
+        for folder in folders
+        for file in (ROOT / folder).rglob("*.py")
+        if file != Path(__file__)
+    )
     code = {*re.findall(r"\w+", "\n".join(file.read_text(encoding="utf-8") for file in files))}
     assert sorted(names - code) == []
 
