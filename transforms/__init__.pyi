@@ -16,6 +16,7 @@ from .pipelines.timing.simulate import simulate as simulate
 from .pipelines.timing.timeline import (
     Timeline as Timeline,
     compare as compare,
+    make_timeline as make_timeline,
     measure as measure,
 )
 from .pipelines.transports import Transport as Transport

@@ -382,7 +382,7 @@ def test_events_of_a_rank_do_not_overlap_in_a_trace(tmp_path: Path) -> None:
     """A viewer drops a complete event that ends after the next one on its thread has begun."""
     third = 1e-6 / 3
     runs = [Event(0, Run("stage 0", mb), mb * third, (mb + 1) * third) for mb in range(100)]
-    complete = [event for event in saved(Timeline.of(runs), tmp_path) if event["ph"] == "X"]
+    complete = [event for event in saved(make_timeline(runs), tmp_path) if event["ph"] == "X"]
     for before, after in itertools.pairwise(complete):
         assert round(1e3 * (before["ts"] + before["dur"])) <= round(1e3 * after["ts"])
 
@@ -424,7 +424,7 @@ def test_arrows_go_from_sends_to_their_receives(tmp_path: Path) -> None:
         ("rank 0: send to 1 [mb 0]", "rank 1: recv stage 0 from 0 [mb 0]"),
         ("rank 1: broadcast from 1 [mb 0]", "rank 0: broadcast from 1 [mb 0]"),
     ]
-    trace = saved(Timeline.of(events), tmp_path)
+    trace = saved(make_timeline(events), tmp_path)
     assert sorted(arrows(trace)) == sorted(2 * pair)
     times = [(event["ts"] // 1e7, event["ph"]) for event in trace if event["ph"] in ("s", "f")]
     assert times == [(run, end) for run in (0, 1) for end in "sf"] * 2, "each in its own run"
