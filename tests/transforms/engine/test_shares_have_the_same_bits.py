@@ -166,7 +166,8 @@ def test_sums_that_cannot_be_cut_are_refused() -> None:
     with pytest.raises(RequestError, match=r"reduction_leaves(.|\n)*a power of two"):
         weft.load("demo", "cpu", batch_invariant=True, reduction_leaves=3)
     with pytest.raises(
-        ProgramError, match=r"reduction_leaves=2(.|\n)*feed_forward=f(.|\n)*attend=f or layers"
+        ProgramError,
+        match=r"reduction_leaves=2\n  saw: a custom feed_forward(.|\n)*attend=f or layers",
     ):
         model.with_stages(
             batch_invariant=True,
