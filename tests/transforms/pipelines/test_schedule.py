@@ -257,7 +257,7 @@ def test_programs_are_of_the_ranks_that_the_pipeline_has(
     if ranks == stages:
         refuse_other_work("step", programs, (stages, ranks), jobs, advances=True)
         return
-    problem = f"programs of {stages} ranks, which were {ranks} before"
+    problem = f"programs of {stages} ranks, in a pipeline of {ranks}"
     with refused(
         ProgramError, "step: the programs of its schedule", problem, "as many ranks for any jobs"
     ):
