@@ -17,7 +17,7 @@ from weft.errors import DescriptorError, RequestError
 from weft.proofs._strategies.engine.engines import small_model
 from weft.stages.inputs import NO_DRAFTS
 from weft.transforms import MODES, make_runner, make_state
-from weft.transforms.engine.options import Speculation
+from weft.transforms.engine.options import Speculation, with_drafter
 from weft.transforms.engine.steps.step import graph_step
 from weft.transforms.graphs.ladder import make_ladder
 from weft.transforms.pipelines.pipeline import compose
@@ -47,7 +47,7 @@ def next_tokens(case: Case) -> list[int]:
     state = make_state(model, [model.layout], [LENGTH])
     params: Any = (model.params,)
     if case.num_drafts:
-        stages = Speculation(case.num_drafts).stages(stages)
+        stages = with_drafter(Speculation(case.num_drafts), stages)
         drafting = Drafting.zeros(2, max_tokens=32)
         drafting.admit(torch.tensor([0]), [PROMPT], [LENGTH])
         state = (attrs.evolve(state[0], drafting=drafting),)

@@ -207,7 +207,8 @@ def test_stages_in_threads_see_what_they_see_in_one_thread(name: str) -> None:
             expected = seen_by_stages(Local())
             if name in REFUSED:
                 with pytest.raises(
-                    (CaptureError, ProgramError), match=r"saw: (threads, whose work|ranks outside)"
+                    (CaptureError, ProgramError),
+                    match=r"saw: (Threads\(\) runs stages|ranks outside)",
                 ):
                     seen_by_stages(threads)
             else:
