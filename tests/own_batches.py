@@ -1,4 +1,4 @@
-"""Classes of batches of one's own, and batches of them, as a user would write them."""
+"""Custom classes of batches, and batches of them, as a user would write them."""
 
 import dataclasses
 from collections import UserDict
@@ -15,7 +15,7 @@ import weft
 
 @attrs.frozen
 class Length:
-    """A class of batches of one's own."""
+    """A custom class of batches."""
 
     steps: int
 
@@ -26,7 +26,7 @@ class Length:
 @weft.pytree
 @attrs.frozen(eq=False)
 class Signal:
-    """A batch of one's own: x [steps], with as much behind it as its class has more."""
+    """A batch of a custom class: x [steps], with as much behind it as its class has more."""
 
     length: Length = attrs.field(metadata=weft.descriptor_field())
     x: Tensor = attrs.field(metadata=weft.axes("steps"))

@@ -230,7 +230,7 @@ def test_27_an_engine_of_default_limits_captures_many_graphs() -> None:
 def test_28_a_change_of_parameters_that_torch_does_not_count_is_not_seen() -> None:
     """An engine finds out that its parameters were changed in place by torch's own count, which
     leaves out what is done to `tensor.data`, `fused=True` optimizers, and what writes through an
-    array or a kernel of one's own.
+    array or a custom kernel.
 
     Around it: `engine.update()` after such a change, or `engine.update(params)` in its place.
     """

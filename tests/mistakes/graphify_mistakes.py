@@ -1,4 +1,4 @@
-"""Mistakes with a function of one's own that is graphified, whole or in pieces."""
+"""Mistakes with a custom function that is graphified, whole or in pieces."""
 
 from collections.abc import Callable
 from typing import Any

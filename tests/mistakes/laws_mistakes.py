@@ -1,4 +1,4 @@
-"""Mistakes with laws of one's own: what is checked, on what, and how near."""
+"""Mistakes with custom laws: what is checked, on what, and how near."""
 
 import torch
 from answers import Mistake, X, f

@@ -20,7 +20,7 @@ from weft.transforms.graphs.calls.borrowing import lends
 from weft.transforms.transform import Carried
 from weft.values.donation import clone
 
-LAW = "a transform of one's own is what one would write by hand"
+LAW = "a custom transform is what one would write by hand"
 
 # The work of a hook, as values: the sum of all rows that left the step, and the number of calls.
 summed = Transform(

@@ -1,4 +1,4 @@
-"""Planted bugs of stages of one's own: extras, captures and carried values that reach the wrong
+"""Planted bugs of custom stages: extras, captures and carried values that reach the wrong
 request or token."""
 
 from functools import partial

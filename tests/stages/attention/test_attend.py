@@ -1,4 +1,4 @@
-"""Attention of one's own, and logits that read captures: what transformers computes, in every way
+"""Custom attention, and logits that read captures: what transformers computes, in every way
 to run."""
 
 import functools

@@ -1,4 +1,4 @@
-"""Stages of one's own in an engine: what transformers computes with hooks, and errors that name
+"""Custom stages in an engine: what transformers computes with hooks, and errors that name
 what is wrong."""
 
 from collections.abc import Callable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""`--stages`: stages of one's own in the commands that run a model, and what is said of a function
+"""`--stages`: custom stages in the commands that run a model, and what is said of a function
 that gives none."""
 
 import json

@@ -1,4 +1,4 @@
-"""What functions of one's own carry from token to token: a recurrent layer gives what torch's gives
+"""What custom functions carry from token to token: a recurrent layer gives what torch's gives
 over the whole sequence at once, however its requests are served."""
 
 import copy

@@ -1,4 +1,4 @@
-"""Captures of functions of one's own: transformers' values, once for each token, in every way to
+"""Captures of custom functions: transformers' values, once for each token, in every way to
 run."""
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Digests of programs: changes of functions of one's own, and of what they read, that a certificate
+"""Digests of programs: changes of custom functions, and of what they read, that a certificate
 notices."""
 
 import functools
