@@ -84,7 +84,7 @@ def _in_any_graph() -> Iterator[None]:
 # of the back end would then be on both sides.
 _CONTEXT = "weft.stages.attention.context"
 
-# At least one planted bug for each way in which attention of one's own can be wrong.
+# At least one planted bug for each way in which custom attention can be wrong.
 ATTENTION = (
     Mutant(
         "the first layer's window is every layer's",

@@ -168,7 +168,7 @@ def simulate(programs: Sequence[Program], costs: Costs, *, capacity: int = 2) ->
     rank 0 0000001111111222222           25%
     rank 1 ......0000000111111222222     25%
     0-9 runs that micro-batch (its last
-    digit); . waits
+    digit); . waits; blank: idle
     2 ranks, 4 ms; most bytes of messages a
     rank holds: 0
     """

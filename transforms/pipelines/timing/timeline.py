@@ -45,7 +45,7 @@ class Timeline:
     rank 0 00000000                      67%
     rank 1         00000000000000000     33%
     0-9 runs that micro-batch (its last
-    digit)
+    digit); blank: idle
     2 ranks, 3 s
     """
 
