@@ -1,6 +1,7 @@
 """`Matcher`: which tokens a grammar allows next, by llguidance
 (https://github.com/guidance-ai/llguidance)."""
 
+import re
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -13,6 +14,10 @@ from weft.ops.sampling.logits import pack_bits
 from weft.transforms.engine.detokenizing import special_ids
 from weft.transforms.server.vocabulary import Vocabulary
 
+# What llguidance says of a schema, without the lines of the grammar that weft has put around it.
+_OF_SCHEMA = re.compile(
+    r"at \d+\(\d+\): failed to compile JSON schema: (.*?)(\n +\d+ \| |\Z)", re.DOTALL
+)
 # A state of the lexer takes 1 to 2 kB.
 _MOST_STATES = 50_000
 
@@ -119,5 +124,7 @@ class Matcher:
             error, *_ = self._matcher.get_error().partition("<non-verbose/>")
             if "NoExtension" in error:
                 error = "a grammar that no text fits"
+            elif (of_schema := _OF_SCHEMA.match(error)) is not None:
+                error = of_schema[1].replace("Unimplemented keys:", "unsupported keywords")
             problem = f"{' '.join(error.split()):.500}"
             raise RequestError("response_format", problem, "a grammar that llguidance enforces")
