@@ -391,7 +391,7 @@ OTHERS = {
     "no tensors": (
         """assert_max_captures axes axis_index axis_size batch_invariant check check_borrowed clear_caches
     compare decode_jobs descriptor_field dispatch dispatch_table interleaved load load_adapter
-    make_ladder make_programs measure no_capture plan_cohorts pytree simulate static weave"""
+    make_ladder make_programs make_timeline measure no_capture plan_cohorts pytree simulate static weave"""
     ),
 }
 

@@ -154,8 +154,8 @@ def test_ranks_that_disagree_are_refused_before_anything_runs() -> None:
         "the same collectives in the same order on all ranks of a group, with one shape and dtype"
     )
     problem = (
-        "rank 0: 'all_gather dim 0 among 0, 1 [mb 0]: x[2] float32' meets "
-        "rank 1: 'all_reduce sum among 0, 1 [mb 0]: x[2] float32'"
+        "rank 0 performs 'all_gather dim 0 among 0, 1 [mb 0]: x[2] float32' where "
+        "rank 1 performs 'all_reduce sum among 0, 1 [mb 0]: x[2] float32'"
     )
     with refused(ProgramError, "check of 2 programs", problem, instead):
         weft.shard(f, TWO, weft.Replicate(), weft.Replicate())(x)
