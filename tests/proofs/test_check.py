@@ -63,10 +63,13 @@ STEP = {
 }
 
 
-def broken(f: Callable[..., Any], arguments: Any, **options: Any) -> tuple[str, Counterexample]:
+def broken(
+    f: Callable[..., Any], arguments: Any, max_examples: int = EXAMPLES, **options: Any
+) -> tuple[str, Counterexample]:
     """The broken law, and the error."""
+    console = Console(file=io.StringIO())
     with pytest.raises(Counterexample) as caught:
-        check(f, arguments, max_examples=EXAMPLES, console=Console(file=io.StringIO()), **options)
+        check(f, arguments, max_examples=max_examples, console=console, **options)
     return caught.value.text.split("'")[1], caught.value
 
 
@@ -161,7 +164,8 @@ def test_a_value_that_the_first_call_keeps(caching: Caching) -> None:
 
 @pytest.mark.slow
 def test_the_smallest_calls_that_show_a_kept_value() -> None:
-    name, error = broken(caching("the shape", "a tensor", "a closure").fn, (SOME,))
+    # Enough that both shapes are drawn: the value of one is kept for the other.
+    name, error = broken(caching("the shape", "a tensor", "a closure").fn, (SOME,), max_examples=16)
     assert name == "pure"
     assert "  after other calls: " in error.text
     assert "  as the first call: " in error.text
