@@ -618,8 +618,10 @@ def test_masks_that_grow_slower_end_their_request_and_no_other(model: Model) -> 
 
 
 def test_a_grammar_that_grows_is_refused_beside_an_innocent_stream(model: Model) -> None:
-    """After 100 tokens its masks take milliseconds for each of 60 completions."""
-    with served(model) as server:
+    """After 200 tokens its masks take milliseconds for each of 60 completions: many times what
+    a step may take, on a faster machine too."""
+    limits = EngineLimits(max_num_reqs=4, max_num_tokens=64, max_model_len=256)
+    with served(model, limits=limits) as server:
         warm = {**BODY, "ignore_eos": False, "response_format": {"type": "regex", "regex": "a"}}
         assert ask(server, warm).status_code == 200
         responses: list[Any] = []
@@ -627,7 +629,7 @@ def test_a_grammar_that_grows_is_refused_beside_an_innocent_stream(model: Model)
             **BODY,
             "response_format": AMBIGUOUS,
             "n": 60,
-            "max_tokens": 100,
+            "max_tokens": 220,
             "ignore_eos": False,
         }
         attack = threading.Thread(target=lambda: responses.append(ask(server, body)))
