@@ -1,4 +1,4 @@
-"""How the `SamplingParams` of requests are written to the rows of a `SamplingTable`."""
+"""`write_rows` writes the `SamplingParams` of requests to the rows of a `SamplingTable`."""
 
 import math
 from collections import Counter

@@ -238,7 +238,7 @@ def _in_threads(step: Any, x: Tensor) -> list[Tensor]:
 
 def _after_an_error(step: Any, x: Tensor) -> Any:
     with contextlib.suppress(Exception):
-        # The first trace fails, and must leave nothing behind for the second.
+        # The first trace fails here. Nothing of it may be left when the second one begins.
         step("no tensor")
     return step(x)
 

@@ -406,7 +406,7 @@ class Attacks:
         message: Any = {"role": role, "content": content}
         if drawn.random() < 0.3:
             message = self._changed({**message, "tool_calls": [{"id": "a"}], "name": "x"})
-        # Names that a chat template uses itself, and one that is no name.
+        # Chat templates define these names themselves; `a b` is not a valid name.
         variables = drawn.choice(
             [{}, {}, {"messages": 1}, {"bos_token": "x"}, {"self": 1}, {"a b": 1}, {"range": 1}]
         )

@@ -118,7 +118,7 @@ async def _ask(
     )
     raw = json.dumps(body).encode()
     head = (
-        # A connection for each request, so that none waits behind the stream of another.
+        # Each request has its own connection, so it never waits for another one's stream.
         f"POST {place.path}/completions HTTP/1.1\r\nhost: {place.netloc}\r\nconnection: close\r\n"
     )
     head += f"content-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"

@@ -88,7 +88,7 @@ def post(
 def dump(value: Any) -> bytes:
     """JSON; half of the time with a number that is too large in place of infinity."""
     written = json.dumps(value)
-    # `Infinity` is no JSON, and refused by the parser; 1e999 is, and becomes infinite behind it.
+    # The parser refuses `Infinity`, which is not JSON. It accepts 1e999 and reads it as infinity.
     return (written.replace("Infinity", "1e999") if len(written) % 2 else written).encode()
 
 

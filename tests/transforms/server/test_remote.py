@@ -74,7 +74,7 @@ def test_an_answer_is_that_of_one_process(
     server: Served, remote: Served, body: dict[str, Any]
 ) -> None:
     if "response_format" in body:
-        pytest.importorskip("xgrammar")
+        pytest.importorskip("llguidance")
     response = post(remote, body)
     other = post(server, body)
     assert response.status_code == other.status_code

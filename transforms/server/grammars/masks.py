@@ -6,6 +6,7 @@ where `Masks` reads them.
 
 import functools
 import hashlib
+import importlib
 import json
 import threading
 import weakref
@@ -250,7 +251,8 @@ class ModelGrammars:
         return self._grammars().compile(form, use)
 
     def _grammars(self) -> Grammars:
-        import llguidance  # noqa: F401, whose absence is found here, not in its process
+        # If the package is missing, the error is raised here and not in the compiling process.
+        importlib.import_module("llguidance")
 
         with self._lock:
             if self._compiled_grammars is None:

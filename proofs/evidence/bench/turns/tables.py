@@ -140,7 +140,7 @@ def serving_table() -> list[tuple[str, ...]]:
 
 
 def summary() -> str:
-    """What the other ratios are, in a sentence."""
+    """A sentence on all ratios in the data: how many there are, and the least."""
     ratios = [one.row["ratio"] for one in newest()]
     least = min(one.row["ratio"] for one in turns())
     return (
