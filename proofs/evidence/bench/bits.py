@@ -1,8 +1,8 @@
 """The bits of completions, served in many ways by a batch-invariant model, and by the fast one next
 to it.
 
-    python -m weft.proofs.evidence.bench.bits --preset qwen3-30b-a3b-fp8 --out FOLDER python -m
-    weft.proofs.evidence.bench.bits --preset qwen3-0.6b --pp 2 --transport peer --out FOLDER
+    python -m weft.proofs.evidence.bench.bits --preset qwen3-30b-a3b-fp8 --out FOLDER
+    python -m weft.proofs.evidence.bench.bits --preset qwen3-0.6b --out FOLDER --pp 2
 
 Random weights of the preset's dimensions are drawn once. Requests have prompts and completions of
 different lengths, so that they end one by one, and are drawn at temperature 1. Each way of serving

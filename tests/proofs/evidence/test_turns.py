@@ -110,6 +110,12 @@ def test_an_older_weft_beside_weft(
     (checkout / ".src" / "weft" / "__init__.py").write_text(
         "raise SystemExit('this is the older one')"
     )
+    with pytest.raises(SystemExit):
+        by_turns.main([*argv, str(checkout)])
+    assert "it has no proofs/**/turns/own.py" in capsys.readouterr().err
+    side = checkout / "proofs" / "bench" / "turns" / "own.py"
+    side.parent.mkdir(parents=True)
+    side.write_text("import weft")
     with pytest.raises(
         SystemExit, match=r"(?s)older ended with 1 before older-ready.*this is the older one"
     ):

@@ -2,11 +2,12 @@
 by turns: how many times as fast weft is.
 
     python -m weft.proofs.evidence.bench.turns --models llama-3.1-8b qwen3-30b-a3b-fp8 --out FOLDER
-    python -m weft.proofs.evidence.bench.turns --models qwen3-30b-a3b-fp8 --pp 2 --gpus 0,1
-    --peer-gpus 2,3 --out FOLDER VLLM_USE_DEEP_GEMM=0 python -m weft.proofs.evidence.bench.turns
-    --python vllm/bin/python --models qwen3-0.6b --out FOLDER python -m
-    weft.proofs.evidence.bench.turns --against ../weft-of-last-month --models qwen3-0.6b --out
-    FOLDER
+    python -m weft.proofs.evidence.bench.turns --models qwen3-30b-a3b-fp8 --out FOLDER \\
+        --pp 2 --gpus 0,1 --peer-gpus 2,3
+    VLLM_USE_DEEP_GEMM=0 python -m weft.proofs.evidence.bench.turns --models qwen3-0.6b \\
+        --python vllm/bin/python --out FOLDER
+    python -m weft.proofs.evidence.bench.turns --models qwen3-0.6b --out FOLDER \\
+        --against ../weft-of-last-month
 
 A model is a preset of `weft bench`, or a folder with a `config.json`. Each engine serves a workload
 in turn, `--rounds` times after a first pass; the one that is first alternates. weft starts first,
@@ -16,8 +17,8 @@ temperature is 1, but in `sampled`, which has top-k and top-p too; `varied` has 
 tokens, `long` of 7,936, `uneven` of 1 to 7,936; in `few_long` 4 of 15,360 come before 128 of 512.
 Both run as many requests at once as a workload of the run has. After fewer than three rounds equal
 builds may differ by a fourth. vLLM has its defaults but for the arguments and variables that the
-record names. An older weft is a checkout from 2026-11-24 on, for `few_long` from 2026-11-29; give
-both memory enough, since an engine takes fewer pages where there is less.
+record names. An older weft is a checkout that has this benchmark, and serves by its own `own.py`;
+give both memory enough, since an engine takes fewer pages where there is less.
 """
 
 import argparse
@@ -63,6 +64,9 @@ _FEW_ROUNDS = 3
 _HAS_VLLM = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
 # The folder of a checkout that has the package.
 _SOURCE = ".src"
+# weft's side of the benchmark, beside this file, and in a checkout of any age.
+_SIDE = "own.py"
+_SIDE_IN_CHECKOUT = f"proofs/**/turns/{_SIDE}"
 
 
 class Engine:
@@ -201,19 +205,20 @@ def compare(name: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         weft_options |= {"input_len": longest[0], "output_len": longest[1], "max_num_seqs": most}
         if (pages := num_pages(workloads.values())) is not None:
             weft_options["num_pages"] = pages
-        command = [
-            sys.executable,
-            str(Path(__file__).with_name("own.py")),
-            temporary,
-            json.dumps(weft_options),
-        ]
-        weft = stack.enter_context(running("weft", folder, [*command, "weft"], args.gpus))
+
+        def command_of(side: Path, engine: str) -> list[str]:
+            return [sys.executable, str(side), temporary, json.dumps(weft_options), engine]
+
+        side = Path(__file__).with_name(_SIDE)
+        weft = stack.enter_context(running("weft", folder, command_of(side, "weft"), args.gpus))
         # weft first: what it takes says how much memory is left for the other.
         started = weft.answer(folder / "weft-ready", _START_SECONDS)
         gpus = args.peer_gpus or args.gpus
         if args.against is not None:
+            [side] = args.against.glob(_SIDE_IN_CHECKOUT)
+            command = command_of(side, "older")
             peer = stack.enter_context(
-                running("older", folder, [*command, "older"], gpus, args.against / _SOURCE)
+                running("older", folder, command, gpus, args.against / _SOURCE)
             )
         else:
             positions = parse_config(args.models[name], source=name).max_position_embeddings
@@ -405,6 +410,8 @@ def _refusal(args: argparse.Namespace) -> str | None:
     if args.against is not None:
         if not (args.against / _SOURCE / "weft").is_dir():
             return f"--against {args.against}: no {_SOURCE}/weft is there: pass a checkout of weft"
+        if not any(args.against.glob(_SIDE_IN_CHECKOUT)):
+            return f"--against {args.against}: it has no {_SIDE_IN_CHECKOUT}: pass a later checkout"
     elif shutil.which(args.python) is None:
         return f"--python {args.python}: not found: pass the Python of an environment that has vLLM"
     elif subprocess.run([args.python, "-c", _HAS_VLLM], check=False).returncode:

@@ -1,8 +1,7 @@
-"""weft's side: one process, or a rank for each stage. It runs by path, so that it may be the side
-of an older weft too.
+"""weft's side: one process, or a rank for each stage. It runs by path, with whichever weft is
+imported.
 
-python own.py FOLDER '{"model": DIRECTORY, "load_format": "dummy", "input_len": 2, "output_len": 8}'
-weft
+    python own.py FOLDER '{"model": DIRECTORY, "input_len": 2, "output_len": 8}' weft
 """
 
 import gc
@@ -25,7 +24,7 @@ from weft.transforms.cli.ranks import Here, in_ranks
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.evaluation.serving import Served, figures, measure
 
-# Of this build, whichever weft is imported
+# By path, as this file.
 _PEER = runpy.run_path(str(Path(__file__).with_name("peer.py")))
 turns = _PEER["turns"]
 write = _PEER["write"]
