@@ -5,6 +5,7 @@ frames is in `weft.torchapi.frames`."""
 import contextlib
 import ctypes
 import functools
+import gc
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self, TypeVar
@@ -205,6 +206,25 @@ def without_modes() -> Iterator[None]:
         finally:
             for mode in reversed(popped):
                 _push_on_torch_function_stack(mode)
+
+
+def still_alive(find: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+    """The tensors that `find` finds, less those that only reference cycles hold, or autograd's
+    thread of a GPU.
+
+    That thread lets go of what a backward pass used a moment after the pass has returned. It takes
+    its tasks in order, so once it has run another one, it holds nothing of those before."""
+    devices = {tensor.device for tensor in find()}
+    if not devices:
+        return []
+    gc.collect()
+    for device in devices:
+        if device.type == "cuda":
+            # Neither `view` nor its derivative launches a kernel.
+            with without_modes(), torch.enable_grad():
+                leaf = torch.empty(1, device=device, requires_grad=True)
+                torch.autograd.grad(leaf.view(1), leaf, leaf.detach())
+    return find()
 
 
 def in_other_transform_than_grad() -> bool:

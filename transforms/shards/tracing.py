@@ -2,7 +2,6 @@
 of effects."""
 
 import contextlib
-import gc
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -42,6 +41,7 @@ from weft.torchapi.private import (
     may_be_differentiated,
     schema_of,
     seen_as,
+    still_alive,
     storage_id,
     without_modes,
 )
@@ -353,10 +353,11 @@ class Recorder(DispatchMode):
         self._nodes.clear()
         self._stand_ins.clear()
         self._leaves.clear()
-        if any(reference() is not None for reference in references):
-            gc.collect()  # a tensor in a reference cycle is not kept
-        kept = [tensor for reference in references if (tensor := reference()) is not None]
-        if kept:
+
+        def alive() -> list[Tensor]:
+            return [tensor for reference in references if (tensor := reference()) is not None]
+
+        if kept := still_alive(alive):
             shapes = ", ".join(
                 f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in kept[:3]
             )

@@ -4,7 +4,6 @@ name the user's line."""
 
 import contextlib
 import functools
-import gc
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -18,7 +17,13 @@ from weft.errors import CaptureError
 from weft.torchapi.faking import keeping_dispatch_keys
 from weft.torchapi.frames import clear_frames, compiled_caller
 from weft.torchapi.patches import hearing_scripts, signal_capture
-from weft.torchapi.private import WithoutFunctionModes, innermost_storage_id, storage_id, uncompiled
+from weft.torchapi.private import (
+    WithoutFunctionModes,
+    innermost_storage_id,
+    still_alive,
+    storage_id,
+    uncompiled,
+)
 from weft.torchapi.watching import OperatorWatch
 from weft.transforms.graphs.backends.constants import Constants
 from weft.transforms.graphs.backends.host_reads import (
@@ -536,9 +541,7 @@ class Audit(OperatorWatch):
         """
         returned = [t for t in outputs if isinstance(t, Tensor)]
         overwritten = self.owned_storages | self._buffers if forbidden is None else forbidden
-        if self._leaked(returned, overwritten):
-            gc.collect()  # a tensor in a reference cycle is not a leak
-        if leaked := self._leaked(returned, overwritten):
+        if leaked := still_alive(lambda: self._leaked(returned, overwritten)):
             shapes = ", ".join(_shown(t) for t in leaked[:3])
             subject = "a tensor that it made is"
             instead = "make it before the call and pass it in, or return it"
@@ -554,9 +557,7 @@ class Audit(OperatorWatch):
         """Raise CaptureError if a tensor that the function made is still alive. The tensors that it
         returned have been replaced by new objects, so the function keeps one of them, or a view of
         one; a replay would not renew what it keeps."""
-        if self._alive_results():
-            gc.collect()
-        if kept := self._alive_results():
+        if kept := still_alive(self._alive_results):
             shapes = ", ".join(_shown(t) for t in kept[:3])
             problem = (
                 f"a tensor that it returns ({shapes}) is kept too: in a cache, a global or an"
