@@ -134,12 +134,15 @@ ORDINARY: dict[str, list[Request]] = {
     "20 requests without a grammar": completions(
         [{"max_tokens": 100 - i, "ignore_eos": True} for i in range(20)]
     ),
+    "n=100 without a grammar": completions([{"n": 100, "max_tokens": 100, "ignore_eos": True}]),
     "a quick grammar, n=100": completions(
         [{"response_format": _QUICK, "n": 100, "max_tokens": 100}]
     ),
 }
 # The ordinary requests that are as much load as an attack whose requests are answered.
 AS_MUCH_LOAD = {
+    "stars within stars, n=100": "n=100 without a grammar",
+    "stars within stars, n=100, 400 tokens": "n=100 without a grammar",
     "stars within stars, 20 requests": "20 requests without a grammar",
     "an ambiguous grammar, 20 requests": "20 requests without a grammar",
 }
