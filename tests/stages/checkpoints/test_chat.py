@@ -1,5 +1,8 @@
 """Chats, by templates of many families, against transformers' `apply_chat_template`."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -217,3 +220,20 @@ def test_a_template_runs_in_a_sandbox(tmp_path: Path) -> None:
     ):
         with pytest.raises(RequestError, match="the checkpoint's chat template raised"):
             ChatTemplate(source).render(chat)
+
+
+_SLOW = """
+import os, time
+from weft.stages.checkpoints import chat_jinja
+chat_jinja._limit_time(5.0)
+end = time.process_time() + 1.0
+while time.process_time() < end and os.sched_getscheduler(0) != os.SCHED_IDLE:
+    pass
+print(os.sched_getscheduler(0) == os.SCHED_IDLE)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux's priorities")
+def test_a_slow_rendering_runs_only_when_nothing_else_does() -> None:
+    words = [sys.executable, "-c", _SLOW]
+    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == "True\n"
