@@ -18,6 +18,8 @@ DTYPES = {
     str(d).removeprefix("torch."): d
     for d in (torch.float32, torch.bfloat16, torch.int64, torch.complex64)
 }
+# A function under a transform, its arguments, and other arguments of the same shapes.
+_Transformed = tuple[Callable[..., Any], tuple[Tensor, ...], tuple[Tensor, ...] | None]
 # The seed of the samples whose new values a replay gets, relative to the seed of the first samples.
 _OTHER_SEED = 1
 
@@ -112,7 +114,7 @@ def cases(
     if transform == "jvp" and not entry.supports_forward_ad:
         return
     name = full_name(entry)
-    make = TRANSFORMS[transform]
+    apply = TRANSFORMS[transform]
     # Not `hash`, which differs from process to process.
     start = zlib.crc32(f"{name} {seed}".encode())
     samples = samples_of(entry, device, kind, differentiates, start)
@@ -128,7 +130,8 @@ def cases(
             other = again[index]
         else:
             other = None
-        yield make(name, dtype, index, entry.op, sample, other)
+        fn, tensors, other_tensors = apply(sample.bind(entry.op), sample, other)
+        yield Case(name, transform, dtype, index, fn, tensors, other_tensors)
 
 
 def full_name(entry: Any) -> str:
@@ -201,27 +204,11 @@ def copies(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(map(copy, tensors))
 
 
-def _forward(
-    name: str,
-    dtype: str,
-    index: int,
-    operator: Callable[..., Any],
-    sample: Sample,
-    other: Sample | None,
-) -> Case:
-    other_tensors = other.tensors if other else None
-    return Case(name, "forward", dtype, index, sample.bind(operator), sample.tensors, other_tensors)
+def _forward(call: Callable[..., Any], sample: Sample, other: Sample | None) -> _Transformed:
+    return call, sample.tensors, other.tensors if other else None
 
 
-def _backward(
-    name: str,
-    dtype: str,
-    index: int,
-    operator: Callable[..., Any],
-    sample: Sample,
-    other: Sample | None,
-) -> Case:
-    call = sample.bind(operator)
+def _backward(call: Callable[..., Any], sample: Sample, other: Sample | None) -> _Transformed:
     marked = sample.differentiable
 
     def gradient(*tensors: Tensor) -> Any:
@@ -239,21 +226,12 @@ def _backward(
                 results, [inputs[i] for i in marked], directions, allow_unused=True
             )
 
-    return Case(
-        name, "backward", dtype, index, gradient, sample.tensors, other.tensors if other else None
-    )
+    return gradient, sample.tensors, other.tensors if other else None
 
 
-def _vmap(
-    name: str,
-    dtype: str,
-    index: int,
-    operator: Callable[..., Any],
-    sample: Sample,
-    other: Sample | None,
-) -> Case:
+def _vmap(call: Callable[..., Any], sample: Sample, other: Sample | None) -> _Transformed:
     # By default vmap refuses operators that draw.
-    mapped = torch.vmap(sample.bind(operator), randomness="different")
+    mapped = torch.vmap(call, randomness="different")
     # Without other values both lanes are alike, and a replay has no new values to be compared on.
     second = other or sample
     pairs = [(x.detach(), y.detach()) for x, y in zip(sample.tensors, second.tensors, strict=True)]
@@ -262,7 +240,7 @@ def _vmap(
         other_tensors = tuple(torch.stack(pair[::-1]) for pair in pairs)
     else:
         other_tensors = None
-    return Case(name, "vmap", dtype, index, mapped, tensors, other_tensors)
+    return mapped, tensors, other_tensors
 
 
 def jvp_by(function: Callable[..., Any], tensors: Sequence[Tensor], marked: Sequence[int]) -> Any:
@@ -279,32 +257,22 @@ def jvp_by(function: Callable[..., Any], tensors: Sequence[Tensor], marked: Sequ
     return torch.func.jvp(of_marked, primals, tuple(map(_direction, primals)))
 
 
-def _jvp(
-    name: str,
-    dtype: str,
-    index: int,
-    operator: Callable[..., Any],
-    sample: Sample,
-    other: Sample | None,
-) -> Case:
-    call = sample.bind(operator)
+def _jvp(call: Callable[..., Any], sample: Sample, other: Sample | None) -> _Transformed:
     marked = sample.differentiable
 
     def derivative(*tensors: Tensor) -> Any:
         return jvp_by(call, tensors, marked)
 
-    return Case(
-        name, "jvp", dtype, index, derivative, sample.tensors, other.tensors if other else None
-    )
+    return derivative, sample.tensors, other.tensors if other else None
 
 
-TRANSFORMS: dict[str, Callable[..., Case]] = {
+TRANSFORMS: dict[str, Callable[[Callable[..., Any], Sample, Sample | None], _Transformed]] = {
     "forward": _forward,
     "backward": _backward,
     "vmap": _vmap,
     "jvp": _jvp,
 }
-"""The function that makes a case, for each transform."""
+"""The function that applies each transform to an operator as a function of a sample's tensors."""
 
 
 def _direction(x: Tensor) -> Tensor:
