@@ -11,7 +11,7 @@ import argparse
 import ast
 import io
 import tokenize
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
 
 import attrs
@@ -95,6 +95,8 @@ def count(text: str) -> Counts:
     # By tokens and not by lines: a `#` in a string is no comment, and one behind code is.
     comments = {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
     nodes = list(ast.walk(tree))
+    names = [name for node in nodes for name in _names_of(node)]
+    vague = _vague_in(text)
     return Counts(
         lines=text.count("\n"),
         code=len(code),
@@ -103,8 +105,8 @@ def count(text: str) -> Counts:
         skips=sum(
             "# fmt: skip" in token.string for token in tokens if token.type == tokenize.COMMENT
         ),
-        names=sum(len(_names_of(node)) for node in nodes),
-        vague=len(vague_names(text)),
+        names=len(names),
+        vague=sum(name.strip("_") in vague for name in names),
         tuples=sum(map(_assigns_tuples, nodes)),
         ternaries=sum(isinstance(node, ast.IfExp) for node in nodes),
         comprehensions=sum(isinstance(node, _COMPREHENSIONS) for node in nodes),
@@ -113,8 +115,7 @@ def count(text: str) -> Counts:
 
 def vague_names(text: str) -> list[tuple[int, str]]:
     """The vague names of a file, each with its line."""
-    is_decorator = "from hypothesis import" in text  # `@given(...)` is its name
-    vague = VAGUE - {"given"} if is_decorator else VAGUE
+    vague = _vague_in(text)
     return sorted(
         (node.lineno, name)
         for node in ast.walk(ast.parse(text))
@@ -122,6 +123,12 @@ def vague_names(text: str) -> list[tuple[int, str]]:
         for name in _names_of(node)
         if name.strip("_") in vague
     )
+
+
+def _vague_in(text: str) -> Set[str]:
+    if "from hypothesis import" in text:  # `@given(...)` is its name
+        return VAGUE - {"given"}
+    return VAGUE
 
 
 def _names_of(node: ast.AST) -> Sequence[str]:

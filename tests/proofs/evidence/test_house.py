@@ -30,6 +30,7 @@ def test_no_name_says_how_its_value_was_come_by() -> None:
     assert sorted(vague) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_the_counts_of_a_folder(folder: str) -> None:
     row = counts_of(folder).row
