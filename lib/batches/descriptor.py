@@ -196,6 +196,11 @@ class BatchDescriptor:
         their prefill."""
         return cls(num_reqs * query_len, num_reqs, query_len, num_active_loras)
 
+    @property
+    def is_uniform(self) -> bool:
+        """Whether this is the class of uniform decode batches."""
+        return self.query_len is not None
+
     def covers(self, other: "BatchDescriptor") -> bool:
         """Whether a batch of class `other`, padded, may run under this one.
 
@@ -212,7 +217,7 @@ class BatchDescriptor:
     def _repr_html_(self) -> str:
         uniform = [(self.query_len or 0, request) for request in range(self.num_reqs)]
         tokens = strip(
-            uniform if is_uniform(self) else [(self.num_tokens, -1)], joined=not is_uniform(self)
+            uniform if self.is_uniform else [(self.num_tokens, -1)], joined=not self.is_uniform
         )
         return titled(text(self), tokens)
 
@@ -226,8 +231,3 @@ class BatchDescriptor:
         else:
             loras = ""
         return f"{shape}, {self.num_reqs} reqs{loras}"
-
-
-def is_uniform(descriptor: BatchDescriptor) -> bool:
-    """Whether this is the class of uniform decode batches."""
-    return descriptor.query_len is not None

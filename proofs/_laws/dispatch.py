@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from weft.batches.batch import Batch
-from weft.batches.descriptor import BatchDescriptor, is_uniform
+from weft.batches.descriptor import BatchDescriptor
 from weft.proofs._laws.compare import larger, whole
 from weft.proofs._strategies.images import ImageScenario, Resolution
 from weft.proofs._strategies.models import Scenario
@@ -164,7 +164,7 @@ def class_is_kept(
         expected = dispatch(descriptor, ladder).descriptor
         codes = sorted(set(out.logprobs.tolist()))
         # An odd code is that of a uniform class.
-        if not is_uniform(descriptor) and any(code % 2 for code in codes):
+        if not descriptor.is_uniform and any(code % 2 for code in codes):
             raise LawViolation(f"L7 class is kept: a uniform graph ran for '{descriptor}'")
         if codes != [_code(expected)]:
             loras = [int(code // 2) for code in codes]
@@ -175,4 +175,4 @@ def class_is_kept(
 
 def _code(descriptor: BatchDescriptor) -> float:
     """A number that differs between classes of the same size."""
-    return float(is_uniform(descriptor) + 2 * descriptor.num_active_loras)
+    return float(descriptor.is_uniform + 2 * descriptor.num_active_loras)

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import attrs
 
 from weft.arguments.checks import is_int, kind_of
-from weft.batches.descriptor import BatchDescriptor, Descriptor, argument_names, is_uniform
+from weft.batches.descriptor import BatchDescriptor, Descriptor, argument_names
 from weft.display.tables import Table, Tabled
 from weft.errors import DescriptorError, LoweredModeWarning
 from weft.ops.attention.capabilities import CAPABILITIES
@@ -234,7 +234,7 @@ def _kind(descriptor: Any) -> tuple[str, str]:
         loras = f", {descriptor.num_active_loras} LoRAs"
     else:
         loras = ""
-    if is_uniform(descriptor):
+    if descriptor.is_uniform:
         return f"uniform x{descriptor.query_len}{loras}", "num_reqs"
     return f"ragged{loras}", "num_tokens"
 
@@ -475,7 +475,7 @@ def _largest_first(descriptors: Sequence[BatchDescriptor]) -> tuple[BatchDescrip
     return tuple(
         sorted(
             set(descriptors),
-            key=lambda d: (-d.num_tokens, -d.num_reqs, -d.num_active_loras, is_uniform(d)),
+            key=lambda d: (-d.num_tokens, -d.num_reqs, -d.num_active_loras, d.is_uniform),
         )
     )
 

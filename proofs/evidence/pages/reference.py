@@ -160,7 +160,7 @@ def new_members(cls: type) -> dict[str, Any]:
 
     >>> from weft.batches.descriptor import BatchDescriptor
     >>> [*new_members(BatchDescriptor)]
-    ['uniform']
+    ['uniform', 'is_uniform']
     """
     taken_over = {
         name for base in _listed_classes() if _follows(cls, base) for name in _members(base)
@@ -173,7 +173,7 @@ def methods_of(cls: type) -> Iterator[tuple[str, Any]]:
 
     >>> from weft.batches.descriptor import BatchDescriptor
     >>> [call for call, _ in methods_of(BatchDescriptor)]
-    ['uniform(num_reqs, query_len, num_active_loras)']
+    ['uniform(num_reqs, query_len, num_active_loras)', 'is_uniform']
     """
     for name, member in new_members(cls).items():
         call = call_of(name, getattr(cls, name)).replace("(self, ", "(").replace("(self)", "()")

@@ -13,7 +13,6 @@ import attrs
 import torch
 from hypothesis import strategies as st
 
-from weft.batches.descriptor import is_uniform
 from weft.errors import ArgumentError, CaptureError, LoweredModeWarning
 from weft.proofs import strategies
 from weft.proofs._laws.captures import (
@@ -236,7 +235,7 @@ def _commuted(data: st.DataObject, device: str) -> None:
     microbatches = data.draw(st.integers(1, 3))
     if microbatches > 1:
         # Splitting a ragged batch reads the host, which a graph cannot do.
-        ladder = tuple(d for d in ladder if is_uniform(d))
+        ladder = tuple(d for d in ladder if d.is_uniform)
     transforms_commute(
         scenario,
         data.draw(st.integers(1, scenario.config.num_layers)),

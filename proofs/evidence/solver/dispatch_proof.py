@@ -17,7 +17,7 @@ from typing import Any
 import attrs
 import z3
 
-from weft.batches.descriptor import BatchDescriptor, is_uniform
+from weft.batches.descriptor import BatchDescriptor
 from weft.errors import DescriptorError
 from weft.proofs.evidence.solver.symbolic import Path, Verdict, flag, prove, unknown
 from weft.transforms.graphs.dispatch import dispatch, excess
@@ -261,10 +261,10 @@ def prove_ladders() -> Iterator[Verdict]:
             "within max_num_reqs": all(d.num_reqs <= most.max_num_reqs for d in ladder),
             "within max_num_tokens": all(d.num_tokens <= most.max_num_tokens for d in ladder),
             "uniform means T = R*q": all(
-                d.num_tokens == d.num_reqs * d.query_len for d in ladder if is_uniform(d)
+                d.num_tokens == d.num_reqs * d.query_len for d in ladder if d.is_uniform
             ),
             "pieces beside whole graphs are ragged": (
-                not ladder.full or not any(is_uniform(d) for d in ladder.piecewise)
+                not ladder.full or not any(d.is_uniform for d in ladder.piecewise)
             ),
         }
 
@@ -273,7 +273,7 @@ def prove_ladders() -> Iterator[Verdict]:
         fewer = limits(path, reqs="fewer reqs")
         # The same sizes under two limits: unknowns of one name are one number.
         ladders = [ladder_within(limit, sizes(path)).piecewise for limit in (most, fewer)]
-        whole, cut = ([d.num_tokens for d in pieces if not is_uniform(d)] for pieces in ladders)
+        whole, cut = ([d.num_tokens for d in pieces if not d.is_uniform] for pieces in ladders)
         less = limits(path, tokens="fewer tokens")
         room = most.max_num_reqs * max(query_lens)
         full = [ladder_within(limit, sizes(path)).full for limit in (most, less)]

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from weft.batches.batch import Batch, ResolvedBatch
-from weft.batches.descriptor import BatchDescriptor, is_uniform
+from weft.batches.descriptor import BatchDescriptor
 from weft.batches.outputs import PerRequest, PerToken
 from weft.batches.padding import pad
 from weft.batches.sampling import SamplingParams
@@ -65,7 +65,7 @@ def test_ragged_keeps_each_requests_tokens_apart(ids: list[list[int]]) -> None:
 
 
 def test_one_token_prefills_are_ragged_whatever_their_shape() -> None:
-    assert is_uniform(Batch.ragged([0, 1], [[4], [5]]).descriptor) is False
+    assert Batch.ragged([0, 1], [[4], [5]]).descriptor.is_uniform is False
     assert Batch.ragged([0, 1], [[LAST_TOKEN]] * 2).descriptor != Batch.decode([0, 1]).descriptor
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from refusal import refused
 
-from weft.batches.descriptor import BatchDescriptor, Descriptor, is_uniform
+from weft.batches.descriptor import BatchDescriptor, Descriptor
 from weft.errors import DescriptorError
 from weft.proofs.strategies import descriptors
 
@@ -45,7 +45,7 @@ def test_covers_by_its_definition(a: BatchDescriptor, b: BatchDescriptor) -> Non
         getattr(a, f) >= getattr(b, f) for f in ("num_tokens", "num_reqs", "num_active_loras")
     )
     assert a.covers(b) == (
-        room and (not is_uniform(a) or (is_uniform(b) and a.query_len == b.query_len))
+        room and (not a.is_uniform or (b.is_uniform and a.query_len == b.query_len))
     )
 
 
@@ -69,7 +69,7 @@ def test_equal_shape_is_not_equal_class(reqs: int, query_len: int) -> None:
     ragged = attrs.evolve(uniform, query_len=None)
     assert uniform != ragged
     assert (ragged.covers(uniform), uniform.covers(ragged)) == (True, False)
-    assert (is_uniform(uniform), is_uniform(ragged)) == (True, False)
+    assert (uniform.is_uniform, ragged.is_uniform) == (True, False)
     assert not BatchDescriptor.uniform(9 * 4, query_len + 1).covers(uniform)
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from weft.batches.batch import Batch
-from weft.batches.descriptor import BatchDescriptor, is_uniform
+from weft.batches.descriptor import BatchDescriptor
 from weft.batches.sampling import SamplingParams
 from weft.ops.attention.backends import BACKENDS
 from weft.ops.tiles.linear import gated_many_tile, linear_tile
@@ -46,7 +46,7 @@ def test_a_step_runs_under_the_class_of_the_default_mode(
     graphs = Classes(default)
     uniform = [BatchDescriptor.uniform(n, q) for n in range(1, 8) for q in query_lens]
     for descriptor in [*uniform, *(BatchDescriptor(t, min(t, 2)) for t in range(1, 70))]:
-        if query_lens == (1,) or mode not in ("full", "piecewise") or not is_uniform(descriptor):
+        if query_lens == (1,) or mode not in ("full", "piecewise") or not descriptor.is_uniform:
             expected = graphs.of(descriptor)
             large = expected.mode == "none"
             assert classes.of(descriptor).descriptor == (
@@ -54,7 +54,7 @@ def test_a_step_runs_under_the_class_of_the_default_mode(
             )
         assert mode != "none" or classes.of(descriptor).mode == "none"
         assert mode != "full_decode_only" or classes.of(descriptor).mode == (
-            "full" if is_uniform(descriptor) else "none"
+            "full" if descriptor.is_uniform else "none"
         )
 
 

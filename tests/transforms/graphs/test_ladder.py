@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from refusal import refused
 
-from weft.batches.descriptor import BatchDescriptor as B, Descriptor, is_uniform
+from weft.batches.descriptor import BatchDescriptor as B, Descriptor
 from weft.errors import DescriptorError, LoweredModeWarning
 from weft.ops.attention.capabilities import CAPABILITIES
 from weft.proofs._strategies.images import Image, Resolution
@@ -57,13 +57,13 @@ def test_every_rung_is_within_the_limits_once_and_reachable(mode: str, limits: L
 @given(GRAPHED, LIMITS)
 def test_what_each_mode_holds(mode: str, limits: Limits) -> None:
     ladder = make_ladder(mode, limits)
-    assert any(is_uniform(d) for d in ladder.full) == (
+    assert any(d.is_uniform for d in ladder.full) == (
         mode in UNIFORM and min(limits.query_lens) <= limits.max_num_tokens
     )
-    assert all(is_uniform(d) or mode == "full" for d in ladder.full)
+    assert all(d.is_uniform or mode == "full" for d in ladder.full)
     assert bool(ladder.piecewise) == ("piecewise" in mode)
     whole = make_ladder("full_decode_only", limits).full
-    assert [d for d in ladder.piecewise if is_uniform(d)] == [
+    assert [d for d in ladder.piecewise if d.is_uniform] == [
         d for d in whole if mode == "piecewise"
     ]
 
@@ -71,7 +71,7 @@ def test_what_each_mode_holds(mode: str, limits: Limits) -> None:
 @FAST
 @given(LIMITS)
 def test_there_is_one_ragged_class_in_pieces_a_number_of_tokens(limits: Limits) -> None:
-    classes = [d for d in make_ladder("piecewise", limits).piecewise if not is_uniform(d)]
+    classes = [d for d in make_ladder("piecewise", limits).piecewise if not d.is_uniform]
     by_loras = {(d.num_tokens, d.num_active_loras) for d in classes}
     assert len(by_loras) == len(classes)
     for tokens in range(1, limits.max_num_tokens + 1):
@@ -144,7 +144,7 @@ def test_a_mode_that_the_attention_cannot_is_an_error(
         assert {*ladder} == {*whole}
         longest = {"uniform_single_token": 1, "uniform": 3, "full": 3}.get(capability, 0)
         assert all(
-            (d.query_len or 1) <= longest and (is_uniform(d) or capability == "full")
+            (d.query_len or 1) <= longest and (d.is_uniform or capability == "full")
             for d in ladder.full
         )
         assert all(d in ladder.full or (d.query_len or 0) > longest for d in whole.full)
@@ -169,7 +169,7 @@ def test_full_takes_every_mixed_batch_up_to_its_tokens(limits: Limits) -> None:
     for tokens in range(1, most + 1):
         for reqs in {1, min(tokens, limits.max_num_reqs)}:
             assert dispatch(B(tokens, reqs), ladder).mode == "full"
-    largest = max(d.num_tokens for d in ladder if not is_uniform(d))
+    largest = max(d.num_tokens for d in ladder if not d.is_uniform)
     assert largest == next(rung for rung in token_rungs(limits.max_num_tokens) if rung >= most)
     assert dispatch(B(largest + 1, 1), ladder).mode == "none"
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.arguments.checks import COUNT, check_values
 from weft.batches.batch import Batch
-from weft.batches.descriptor import BatchDescriptor, is_uniform
+from weft.batches.descriptor import BatchDescriptor
 from weft.batches.outputs import Output
 from weft.batches.state import State
 from weft.display.quantities import error_size
@@ -104,7 +104,7 @@ class RunTrace(Tabled):
         batch class does not count, since it may capture a graph."""
         # Reversed, so that each class keeps its first step.
         met = {step.descriptor: step for step in reversed(self.steps)}
-        steady = [s for s in self.steps if is_uniform(s.descriptor) and met[s.descriptor] is not s]
+        steady = [s for s in self.steps if s.descriptor.is_uniform and met[s.descriptor] is not s]
         if steady:
             return sum(s.descriptor.num_reqs for s in steady) / sum(s.seconds for s in steady)
         return None

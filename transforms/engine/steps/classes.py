@@ -7,7 +7,7 @@ import attrs
 import torch
 
 from weft.batches.batch import Batch
-from weft.batches.descriptor import BatchDescriptor, is_uniform
+from weft.batches.descriptor import BatchDescriptor
 from weft.batches.padding import grow, unpad
 from weft.stages.config import ModelConfig
 from weft.stages.custom.functions import StageFunctions, capability_of, runs_inside
@@ -70,7 +70,7 @@ class Classes:
     @property
     def captured_tokens(self) -> int:
         """The most tokens of a step with prompts that runs in a graph."""
-        return max((one.num_tokens for one in self.captured if not is_uniform(one)), default=0)
+        return max((one.num_tokens for one in self.captured if not one.is_uniform), default=0)
 
     @property
     def without_graph(self) -> list[BatchDescriptor]:
@@ -82,7 +82,7 @@ class Classes:
         """Classes of more tokens than the largest eager one: powers of two and `max_num_tokens`, so
         that each choice of tiles occurs in one of them."""
         largest = {
-            one.num_active_loras: one for one in reversed([*self.eager]) if not is_uniform(one)
+            one.num_active_loras: one for one in reversed([*self.eager]) if not one.is_uniform
         }.values()
         powers = (2**power for power in range(self.max_num_tokens.bit_length() + 1))
         sizes = [
@@ -99,7 +99,7 @@ class Classes:
     def _of_most_requests(self, descriptor: BatchDescriptor) -> BatchDescriptor:
         """The class with the same number of tokens, the most requests of any class, and the next
         number of adapters that a class has."""
-        if is_uniform(descriptor) or not len(self.eager):
+        if descriptor.is_uniform or not len(self.eager):
             return descriptor
         most = max(one.num_reqs for one in self.eager)
         adapters = [
