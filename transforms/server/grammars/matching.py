@@ -2,7 +2,7 @@
 (https://github.com/guidance-ai/llguidance)."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import attrs
@@ -59,14 +59,15 @@ class Matchers:
 
     def __init__(self, tokens: Tokens) -> None:
         import llguidance
+        from llguidance.numpy import fill_next_token_bitmask
 
         self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(tokens))
         self._limits = llguidance.LLParserLimits(
             max_lexer_states=_MOST_STATES, verbose_errors=False
         )
         self._new: Any = llguidance.LLMatcher
-        self._size = len(tokens.tokens)
-        self._stops = pack_bits(tokens.stop_token_ids, self._size)
+        self._fill: Callable[..., None] = fill_next_token_bitmask
+        self._stops = pack_bits(tokens.stop_token_ids, len(tokens.tokens))
 
     def matcher(self, grammar: str) -> "Matcher":
         """A matcher at the start of a grammar in llguidance's dialect of Lark.
@@ -75,7 +76,7 @@ class Matchers:
             RequestError: llguidance refuses the grammar.
         """
         matcher = self._new(self._tokenizer, grammar, log_level=0, limits=self._limits)
-        return Matcher(matcher, self._stops)
+        return Matcher(matcher, self._fill, self._stops)
 
 
 class Matcher:
@@ -83,17 +84,19 @@ class Matcher:
 
     Args:
         matcher: llguidance's matcher.
+        fill: llguidance's function that writes the bits of a matcher's tokens to an array.
         stops: the bits of the tokens that end an answer.
     """
 
-    def __init__(self, matcher: Any, stops: Tensor) -> None:
+    def __init__(self, matcher: Any, fill: Callable[..., None], stops: Tensor) -> None:
         self._matcher = matcher
+        self._fill = fill
         self._stops = stops
         self._check()
 
     def fork(self) -> "Matcher":
         """A matcher of the same text, which goes on by itself."""
-        return Matcher(self._matcher.deep_copy(), self._stops)
+        return Matcher(self._matcher.deep_copy(), self._fill, self._stops)
 
     def accept(self, token: int) -> None:
         """Append a token to the text.
@@ -110,7 +113,9 @@ class Matcher:
         Raises:
             RequestError: none may, or llguidance gives up.
         """
-        bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.int32)
+        # Not `compute_bitmask`, whose array is longer where the size is a multiple of 32.
+        bits = torch.empty_like(self._stops)
+        self._fill(self._matcher, bits.numpy()[None])
         self._check()
         # llguidance knows one token that ends a text. A model may have several, and each is as
         # good.
