@@ -61,6 +61,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _CONTAINERS = (tuple, list, dict, deque, set, frozenset, types.MappingProxyType)
 # Classes of containers whose truth value says whether they are empty.
 _FILLABLE = (list, dict, deque, set, OrderedDict, defaultdict)
+# The instructions that load a global or a nonlocal.
+_LOADS_FROM_OUTSIDE = ("LOAD_GLOBAL", "LOAD_DEREF")
 # The containers of a module that must stay empty if they were empty at the capture.
 _KEPT_BY_MODULES = (*MODULE_HOOKS, "_modules")
 # What torch itself keeps in each module, whatever its class.
@@ -292,9 +294,49 @@ class Outside:
         return self.holds is not None and not self.holds() and bool(self.change())
 
 
+class _Carried:
+    """A global or a nonlocal that a function binds and uses, so that a run may leave it to the next.
+
+    Args:
+        label: its name in messages.
+        names: the function's globals.
+        name: the name.
+        cell: the cell of a nonlocal; None: it is a global.
+    """
+
+    def __init__(
+        self, label: str, names: dict[str, Any], name: str, cell: types.CellType | None
+    ) -> None:
+        self.label = label
+        self._names = names
+        self._name = name
+        self._cell = cell
+        # `_first` to restore after a refusal, `last` to find what one run changed.
+        self._first = self.last = self.value
+
+    @property
+    def value(self) -> Any:
+        """What the name stands for; None if it is not bound, or something else than a number or
+        another plain value, which the next run may not read."""
+        value = self._names.get(self._name) if self._cell is None else _held_by(self._cell)
+        if isinstance(value, _PLAIN):
+            return value
+        return None
+
+    def restore(self) -> None:
+        """Bind the name as before the first run, if it stood for a plain value."""
+        if self._first is None:
+            return
+        if self._cell is None:
+            self._names[self._name] = self._first
+        else:
+            self._cell.cell_contents = self._first
+
+
 class PythonState:
     """The state that a function keeps in Python: in the modules and plain objects that it names,
-    however deep. A capture freezes this state, so the recorded run must not change it.
+    however deep, and in globals and nonlocals that it binds and uses. A capture freezes this state,
+    so the recorded run must not change it.
 
     Args:
         fn: the function.
@@ -311,6 +353,7 @@ class PythonState:
                 parts = [("", root)]
             self._roots |= {_joined(label, path): part for path, part in parts}
         self._containers = names.containers
+        self._carried = names.carried
         self._registered = {
             id(root) for root in self._roots.values() if isinstance(root, nn.Module)
         }
@@ -323,6 +366,8 @@ class PythonState:
     def begin_run(self) -> None:
         """Note the state before a run."""
         self._last = self._snapshot()
+        for name in self._carried:
+            name.last = name.value
 
     def with_containers(self) -> Snapshot:
         """The state now, including the lists, dicts and sets that the function names, which a run
@@ -335,6 +380,9 @@ class PythonState:
             # Tensors are the audit's subject, which names the line that made them.
             if not isinstance(change.before, Tensor) and not isinstance(change.after, Tensor):
                 return change
+        for name in self._carried:
+            if not _is_equal(name.value, name.last):
+                return Change(name.label, name.last, name.value)
         return None
 
     def refuse_changes(self, call: str) -> None:
@@ -342,6 +390,8 @@ class PythonState:
         first run. Tensors that a run keeps are refused by the audit."""
         if (change := self.change()) is not None:
             self._first.restore()
+            for name in self._carried:
+                name.restore()
             problem = f"{change.path} {change}, and a replay does not repeat that"
             instead = (
                 "a tensor in its place, which the function takes as an argument and returns (for"
@@ -439,6 +489,7 @@ class _Names:
         self._with_mode_in_key = with_mode_in_key
         self.entries = _Bindings(dict.get)
         self.cells = _Bindings(_cell_contents)
+        self.carried: list[_Carried] = []
         self.of_classes = _Bindings(types.MappingProxyType.get)
         self.items = _Bindings(_item)
         self.slots = _Bindings(_attribute)
@@ -674,6 +725,7 @@ class _Names:
                 f"{name}, a global of {function.__name__},", function.__globals__, name
             )
             self._read_value(name, function.__globals__.get(name))
+        self._note_carried(function, names.carried)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._read_value(f"a default of {function.__name__}", value)
         free = dict(
@@ -686,6 +738,15 @@ class _Names:
         for root, *path in names.paths:
             if root not in names.bound:
                 self._read_path(root, free.get(root, function.__globals__.get(root)), path)
+
+    def _note_carried(self, function: types.FunctionType, carried: Set[str]) -> None:
+        """Note the names that a function carries from one run to the next."""
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        for name in sorted(carried):
+            cell = cells.get(name)
+            kind = "global" if cell is None else "nonlocal"
+            label = f"{name}, a {kind} of {function.__name__},"
+            self.carried.append(_Carried(label, function.__globals__, name, cell))
 
     def _read_path(self, label: str, owner: Any, path: Iterable[str]) -> None:
         """Note what a function reads of the classes, functions and Python modules that it names:
@@ -838,6 +899,7 @@ class _Code:
     Args:
         read: the names that it looks up among the globals; attributes are not among them.
         bound: the globals and nonlocals that it binds.
+        carried: those among them that it also uses, other than to count: `n += 1`.
         attributes: the names of the attributes that it reads.
         paths: the attribute paths, such as `a.b.c`, that it reads of a global or nonlocal, and of
             which it binds no attribute.
@@ -845,20 +907,36 @@ class _Code:
 
     read: Set[str]
     bound: Set[str]
+    carried: Set[str]
     attributes: Set[str]
     paths: Set[tuple[str, ...]]
+
+
+def _only_counts(instructions: Sequence[dis.Instruction]) -> bool:
+    """Whether these instructions, of which the first loads a name, are `name += other`."""
+    if len(instructions) < 4:
+        return False
+    first, other, operation, last = instructions
+    return (
+        other.opname.startswith("LOAD_")
+        and operation.opname == "BINARY_OP"
+        and last.opname == first.opname.replace("LOAD", "STORE")
+        and last.argval == first.argval
+    )
 
 
 @functools.lru_cache(1024)
 def _names_in(code: types.CodeType) -> _Code:
     read = set[str]()
     bound = set[str]()
+    used = set[str]()
     local = set[str]()
     attributes = set[str]()
     stored = set[str]()
     paths = set[tuple[str, ...]]()
     path: tuple[str, ...] = ()
-    for instruction in dis.get_instructions(code):
+    instructions = list(dis.get_instructions(code))
+    for index, instruction in enumerate(instructions):
         kind = instruction.opname
         name = instruction.argval
         if kind in ("LOAD_ATTR", "LOAD_METHOD"):
@@ -867,6 +945,8 @@ def _names_in(code: types.CodeType) -> _Code:
             continue
         paths.update({path} if len(path) > 1 else ())
         path = ()
+        if kind in _LOADS_FROM_OUTSIDE and not _only_counts(instructions[index : index + 4]):
+            used.add(name)
         if kind in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
             read.add(name)
             path = (name,)
@@ -884,9 +964,11 @@ def _names_in(code: types.CodeType) -> _Code:
         _names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)
     ]
     paths.update(path for one in inner for path in one.paths if path[0] not in code.co_cellvars)
+    carried = (used & bound).union(*(one.carried for one in inner))
     return _Code(
         read=(read - local).union(*(one.read for one in inner)),
         bound=bound.union(*(one.bound for one in inner)),
+        carried=carried.difference(code.co_cellvars),
         attributes=attributes.union(*(one.attributes for one in inner)),
         paths={one for one in paths if stored.isdisjoint(one[1:])},
     )

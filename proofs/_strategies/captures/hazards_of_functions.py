@@ -514,4 +514,42 @@ def before(call):
             ),
         },
     ),
+    # A replay does not bind them, and would use what they were at the capture.
+    "names that a run binds and uses": Kind(
+        """
+steps = 0
+flag = False
+rate = 1.0
+word = ""
+
+def make():
+    steps = 0
+    flag = False
+    rate = 1.0
+    word = ""
+
+    def f(x):
+        $scope
+        $change
+        return x * steps * rate + flag + len(word)
+
+    return f
+
+f = make()
+""",
+        {
+            "scope": ("nonlocal steps, flag, rate, word", "global steps, flag, rate, word"),
+            "change": (
+                "steps += 1",
+                "steps = steps + 2",
+                "rate *= 0.5",
+                "flag = not flag",
+                "word += 'a'",
+                "steps, rate = steps + 1, rate / 2",
+                "steps = len(x)",
+                "steps += 1 if steps < 1 else 0",
+            ),
+        },
+        refused=True,
+    ),
 }

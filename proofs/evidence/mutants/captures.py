@@ -314,4 +314,10 @@ CAPTURES = (
             _beside(pipeline, "lends_state", lambda step: False),
         ),
     ),
+    Mutant(
+        # The first call is right, and so is each later one of a name that changed only once.
+        "a name that a run binds and uses is frozen",
+        _HAZARDS,
+        _method(_Names, "_note_carried", _nothing),
+    ),
 )

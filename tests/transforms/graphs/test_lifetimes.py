@@ -138,6 +138,18 @@ def test_a_tensor_from_outside_that_is_only_returned_may_change_its_memory(devic
         assert g(torch.ones(3, device=device))[1].tolist() == [5, 5, 5]
 
 
+def test_the_parameters_of_a_captured_module_can_be_swapped() -> None:
+    """Torch swaps no tensor that has a weak reference."""
+    layer = nn.Linear(3, 2).requires_grad_(False)
+    graph = graphify(lambda x: layer(x))
+    x = torch.ones(1, 3)
+    for value in (1.0, 2.0):
+        assert torch.equal(graph(x), layer(x))
+        bias = nn.Parameter(torch.full((2,), value), requires_grad=False)
+        torch.utils.swap_tensors(layer.bias, bias)
+    assert torch.equal(graph(x), layer(x))
+
+
 def test_a_capture_saves_generators_when_no_other_capture_has_set_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -103,6 +103,73 @@ def test_a_number_that_a_run_changes_is_refused_by_its_path(name: str) -> None:
     assert count.n == 0  # as if there had been no capture
 
 
+steps = 0
+
+
+def by_global_name(x: Tensor) -> Tensor:
+    global steps
+    steps += 1
+    return x * steps
+
+
+def by_nonlocal_name() -> Callable[[Tensor], Tensor]:
+    is_odd = False
+
+    def flip(x: Tensor) -> Tensor:
+        nonlocal is_odd
+        is_odd = not is_odd
+        return x if is_odd else -x
+
+    return flip
+
+
+def by_inner_name() -> Callable[[Tensor], Tensor]:
+    rate = 1.0
+
+    def decayed(x: Tensor) -> Tensor:
+        def decay() -> float:
+            nonlocal rate
+            rate *= 0.5
+            return rate
+
+        return x * decay()
+
+    return decayed
+
+
+@pytest.mark.parametrize(
+    ("make", "subject", "factor"),
+    [
+        (lambda: by_global_name, "steps, a global of by_global_name, changes from 1 to 2", 1.0),
+        (by_nonlocal_name, "is_odd, a nonlocal of flip, changes from True to False", 1.0),
+        (by_inner_name, "rate, a nonlocal of decayed, changes from 0.5 to 0.25", 0.5),
+    ],
+)
+def test_a_name_that_a_run_binds_and_uses_is_refused(
+    make: Callable[[], Callable[[Tensor], Tensor]],
+    subject: str,
+    factor: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(globals(), "steps", 0)
+    fn = make()
+    said = refusal(fn, X)
+    assert f"saw: {subject} while it runs, and a replay does not repeat that" in said
+    assert INSTEAD in said
+    assert torch.equal(fn(X), X * factor)  # as if there had been no capture
+
+
+def test_a_name_that_a_run_sets_before_it_uses_it_is_its_own_affair() -> None:
+    last = 0
+
+    def noted(x: Tensor) -> Tensor:
+        nonlocal last
+        last = len(x)
+        return x * last
+
+    assert counts(agree(noted, (X,), (X + 1,))) == (1, 2, 0)
+
+
 def test_what_the_first_run_sets_and_later_ones_leave_is_kept() -> None:
     class Scale:
         factor: float | None = None

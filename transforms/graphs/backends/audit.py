@@ -6,12 +6,13 @@ import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, Self
 
 import attrs
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from weft.errors import CaptureError
 from weft.torchapi.faking import keeping_dispatch_keys
@@ -77,8 +78,30 @@ class Inputs:
     returned: Sequence[weakref.ref[Tensor]] = ()
 
 
-# Tensors from outside that captures read, by their storages.
-External = weakref.WeakValueDictionary[int, Tensor]
+class External:
+    """The storages from outside that captures have read, as long as they live."""
+
+    def __init__(self) -> None:
+        self._are_alive: dict[int, Callable[[], bool]] = {}
+
+    def add(self, tensors: Mapping[int, Tensor]) -> None:
+        """Add the storages of tensors, which are the keys."""
+        kept = {storage: lives for storage, lives in self._are_alive.items() if lives()}
+        self._are_alive = kept | {storage: _liveness(x) for storage, x in tensors.items()}
+
+    def __contains__(self, storage: int) -> bool:
+        return storage in self._are_alive and self._are_alive[storage]()
+
+
+def _liveness(tensor: Tensor) -> Callable[[], bool]:
+    """A function that returns whether the storage of a tensor is still alive; of a sparse tensor,
+    the tensor."""
+    if tensor.layout is torch.strided:
+        # A weak reference to the tensor would make `torch.utils.swap_tensors` refuse it.
+        storage = StorageWeakRef(tensor.untyped_storage())
+        return lambda: not storage.expired()
+    reference = weakref.ref(tensor)
+    return lambda: reference() is not None
 
 
 def _is_in(storages: Set[int], tensor: Tensor) -> bool:
@@ -101,7 +124,7 @@ class Audit(OperatorWatch):
             CPU may be read.
 
     Attributes:
-        read_earlier: the tensors that earlier captures read from outside; the recorded run adds its
+        read_earlier: the storages from outside that earlier captures read; the recorded run adds its
             own.
         has_unknown: whether a recorded run without a rehearsal read tensors that may be older than
             the run, or may be another thread's results. A recorded run after a rehearsal can tell
@@ -201,7 +224,7 @@ class Audit(OperatorWatch):
                 )
         self._refusals.raise_swallowed(error)
         if error is None and self._is_recorded and not self.has_unknown:
-            self.read_earlier.update(self.external)
+            self.read_earlier.add(self.external)
 
     def refuse(self, fault: str, instead: str, error: BaseException | None = None) -> CaptureError:
         """The error for something that a replay cannot repeat. It ends the run even if the function
@@ -317,8 +340,7 @@ class Audit(OperatorWatch):
             fault += "another thread did, whose work the capture of this one does not see"
             instead = "compute it in this thread; or graphify the function that the thread runs"
             raise self.refuse(fault, instead)
-        earlier = self.read_earlier.get(storage)
-        if earlier is None or storage_id(earlier) != storage:
+        if storage not in self.read_earlier:
             self.has_unknown = True
 
     def _note_returned(self) -> None:
