@@ -149,18 +149,10 @@ def _limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
 
 
-def _lower_priority() -> None:
-    """Run when no other process wants the processor."""
-    if hasattr(os, "SCHED_IDLE"):  # on Linux: beside `nice`, others would wait for a time slice
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    else:
-        os.nice(19)
-
-
 def _limit_time(seconds: float) -> None:
     """Limit the time of this process, and lower its priority after `_QUICK_SECONDS`."""
     # ITIMER_VIRTUAL counts CPU time, ITIMER_REAL wall time; SIGALRM ends the process by default.
-    signal.signal(signal.SIGVTALRM, lambda *_: _lower_priority())
+    signal.signal(signal.SIGVTALRM, lambda *_: os.nice(19))
     signal.setitimer(signal.ITIMER_VIRTUAL, _QUICK_SECONDS)
     signal.setitimer(signal.ITIMER_REAL, seconds)
 

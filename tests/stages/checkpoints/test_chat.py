@@ -225,15 +225,12 @@ def test_a_template_runs_in_a_sandbox(tmp_path: Path) -> None:
 _SLOW = """
 import os, time
 from weft.stages.checkpoints import chat_jinja
-chat_jinja._limit_time(5.0)
-end = time.process_time() + 1.0
-while time.process_time() < end and os.sched_getscheduler(0) != os.SCHED_IDLE:
+chat_jinja._limit_time(600.0)
+while os.nice(0) != 19:
     pass
-print(os.sched_getscheduler(0) == os.SCHED_IDLE)
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux's priorities")
-def test_a_slow_rendering_runs_only_when_nothing_else_does() -> None:
-    words = [sys.executable, "-c", _SLOW]
-    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == "True\n"
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no process renders")
+def test_a_slow_rendering_gets_the_lowest_priority() -> None:
+    subprocess.run([sys.executable, "-c", _SLOW], check=True, timeout=300)
