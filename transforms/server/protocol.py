@@ -73,17 +73,14 @@ class _Body(BaseModel):
         return {
             name: value
             for name, value in body.items()
-            if value is not None or name not in _never_null(cls)
+            if value is not None or name not in _with_defaults(cls)
         }
 
 
 @functools.cache
-def _never_null(kind: type[BaseModel]) -> frozenset[str]:
-    """The fields that have a default, and whose type does not include None."""
+def _with_defaults(kind: type[BaseModel]) -> frozenset[str]:
     fields = kind.model_fields.items()
-    return frozenset(
-        name for name, one in fields if not one.is_required() and "None" not in str(one.annotation)
-    )
+    return frozenset(name for name, field in fields if not field.is_required())
 
 
 class StreamOptions(_Body):
