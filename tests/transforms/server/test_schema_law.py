@@ -78,12 +78,13 @@ class Walker:
 
     def allows(self, schema: Any, value: Any) -> bool:
         """Whether the grammar of a schema allows this value."""
-        source = compiling.source_of(
-            "call", {"type": "json_schema", "json_schema": {"schema": schema}}
-        )
-        mask = self.masks.mask(compiling.grammar_of(*source))
+        return self.allows_text(schema_form(schema), json.dumps(value, ensure_ascii=False))
+
+    def allows_text(self, form: dict[str, Any], text: str) -> bool:
+        """Whether a grammar allows this answer."""
+        mask = self.masks.mask(compiling.grammar_of(*compiling.source_of("call", form)))
         assert self.model.tokenizer is not None
-        tokens = self.model.tokenizer.encode(json.dumps(value, ensure_ascii=False)).ids
+        tokens = self.model.tokenizer.encode(text).ids
         stop = min(self.stops)
         return all(
             mask(tokens[:count]).numpy()[token // 32] >> token % 32 & 1
@@ -216,6 +217,11 @@ def schema_form(schema: Any) -> dict[str, Any]:
         (schema_form({"type": "string", "minLength": 3, "maxLength": 2}), "nsatisfiable"),
         (schema_form({"type": "string", "pattern": "(?=a)b"}), "look-around"),
         (schema_form({"const": 920740491.6281915}), "920740491.6281915 in 'const', which would be"),
+        (schema_form({"type": "object", "minProperties": 2}), "minProperties=2 with 0 required"),
+        (schema_form({"const": {"a": ["\x01"]}}), r"control character '\x01' in 'const'"),
+        (schema_form({"properties": {"\x7f": {}}}), r"control character '\x7f' in 'properties'"),
+        (schema_form({"format": "date", "allOf": 3}), "allOf must be an array"),
+        (schema_form({"propertyNames": {"maxLength": 1}}), 'keywords ["propertyNames"]'),
         ({"type": "regex", "regex": r"(a)\1"}, "backreferences are not supported"),
         ({"type": "regex", "regex": "(("}, "unclosed group"),
         ({"type": "regex", "regex": r"a\b"}, ""),
@@ -247,6 +253,30 @@ def test_a_pattern_matches_as_in_python(
     for texts, matches in ((fits, True), (misfits, False)):
         for text in texts:
             assert walker.allows({"type": "string", "pattern": pattern}, text) is matches, text
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"type": "integer"}}},
+        {"properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}},
+        {"patternProperties": {"^a": {"type": "integer"}}},
+    ],
+    ids=str,
+)
+def test_no_other_spelling_of_a_name_escapes_its_schema(walker: Walker, schema: Any) -> None:
+    form = schema_form({"type": "object", **schema})
+    assert walker.allows_text(form, '{"a": 1, "b\\n\\"é": "x"}')
+    for name in ("a", r"\u0061"):
+        assert not walker.allows_text(form, f'{{"{name}": "x"}}')
+        assert not walker.allows_text(form, f'{{"a": 1, "{name}": "x"}}')
+
+
+def test_a_record_of_zod_has_names_of_any_text(walker: Walker) -> None:
+    """Zod 4 writes `propertyNames` into each record."""
+    schema = {"propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}}
+    assert walker.allows({"type": "object", **schema}, {"a": 1, "b": 2})
+    assert not walker.allows({"type": "object", **schema}, {"a": "x"})
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ llguidance enforces a keyword in full or refuses it by its name. Exceptions were
 random schemas and answers, which `tests/transforms/server/test_schema_law.py` continues to do.
 """
 
+import re
 from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
@@ -11,7 +12,11 @@ from typing import Any
 from weft.errors import RequestError
 
 # How llguidance reads a schema. A client's own options, which could switch keywords off, are lost.
-OPTIONS = {"lenient": False, "coerce_one_of": False}
+# Without the escape \uNNNN: it could spell the name of a property in a second way, and llguidance
+# would take that for another property, whose value may be anything.
+OPTIONS = {"lenient": False, "coerce_one_of": False, "json_allowed_escapes": r"nrbtf\""}
+# Characters that JSON writes by that escape alone; and U+007F, which llguidance does so too.
+_UNWRITTEN = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 # Keywords whose values are no schemas, and those that map names to schemas.
 _VALUES = {"const", "enum", "default", "examples"}
 _MAPS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
@@ -36,7 +41,8 @@ def prepare_schema(call: str, schema: Mapping[str, Any]) -> dict[str, Any]:
         call: the call that errors show.
 
     Raises:
-        RequestError: a number that llguidance would round.
+        RequestError: a number that llguidance would round, a text that it does not write, or a
+            `minProperties` that two properties of one name could meet.
     """
     return {**_prepared(call, schema, "schema"), "x-guidance": OPTIONS}
 
@@ -48,8 +54,17 @@ def _prepared(call: str, schema: Any, name: str) -> Any:
     if not isinstance(schema, Mapping):
         _check_numbers(call, schema, name)
         return schema
+    _check_least_properties(call, schema)
     prepared = dict(schema)
+    if schema.get("propertyNames") in (True, {}, {"type": "string"}):  # true of each object
+        del prepared["propertyNames"]
     for key, value in schema.items():
+        if key not in prepared:
+            continue
+        if key == "properties":
+            _check_texts(call, list(value) if isinstance(value, Mapping) else value, key)
+        elif key in ("const", "enum"):
+            _check_texts(call, value, key)
         if key in _MAPS and isinstance(value, Mapping):
             prepared[key] = {each: _prepared(call, part, each) for each, part in value.items()}
         elif key in _VALUES:
@@ -57,9 +72,36 @@ def _prepared(call: str, schema: Any, name: str) -> Any:
         else:
             prepared[key] = _prepared(call, value, key)
     kind = schema.get("format")
-    if isinstance(kind, str) and kind in _PATTERNS:
-        prepared["allOf"] = [*prepared.get("allOf", []), {"pattern": _PATTERNS[kind]}]
+    parts = prepared.get("allOf", [])
+    if isinstance(kind, str) and kind in _PATTERNS and isinstance(parts, list):
+        prepared["allOf"] = [*parts, {"pattern": _PATTERNS[kind]}]
     return prepared
+
+
+def _check_least_properties(call: str, schema: Mapping[str, Any]) -> None:
+    """Refuse a `minProperties` that needs two properties that are not `required`: llguidance would
+    allow the same name for both, and a reader of the answer keeps one of them."""
+    least = schema.get("minProperties", 0)
+    required = schema.get("required", [])
+    if not isinstance(least, int | float) or not isinstance(required, list):
+        return  # llguidance refuses it
+    num_required = len({*map(str, required)})
+    if least > num_required + 1:
+        problem = f"minProperties={least} with {num_required} required properties"
+        instead = "at most one more than are required, since others may have the same name"
+        raise RequestError(call, problem, instead)
+
+
+def _check_texts(call: str, value: Any, name: str) -> None:
+    if isinstance(value, str):
+        if (character := _UNWRITTEN.search(value)) is not None:
+            problem = f"the control character {character[0]!a} in {name!r}"
+            raise RequestError(call, problem, "a text without it")
+    elif isinstance(value, Mapping):
+        _check_texts(call, [*value, *value.values()], name)
+    elif isinstance(value, list):
+        for each in value:
+            _check_texts(call, each, name)
 
 
 def _check_numbers(call: str, value: Any, name: str) -> None:
