@@ -280,6 +280,24 @@ def test_a_record_of_zod_has_names_of_any_text(walker: Walker) -> None:
 
 
 @pytest.mark.parametrize(
+    ("grammar", "text", "misfit"),
+    [
+        (r'root ::= "\u00e9ab"', "éab", "\ue9ab"),
+        (r'root ::= "caf\u00e9e"', "cafée", "caf"),
+        (r"root ::= [\u00e0-\u00ff]", "é", "e"),
+        (r"root ::= [\u005d\u002d\u0061]", "]", "^"),
+        (r'root ::= "\U0001F600\u0022"', '😀"', "😀"),
+        (r'root ::= "\\u00e9"', r"\u00e9", "é"),
+        (r'start: "\u00e9ab"', "éab", "\ue9ab"),
+    ],
+)
+def test_escapes_in_grammars(walker: Walker, grammar: str, text: str, misfit: str) -> None:
+    form = {"type": "grammar", "grammar": grammar}
+    assert walker.allows_text(form, text)
+    assert not walker.allows_text(form, misfit)
+
+
+@pytest.mark.parametrize(
     ("kind", "text", "is_real"),
     [
         ("date", "2024-02-29", True),

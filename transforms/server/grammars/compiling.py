@@ -9,7 +9,9 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -38,6 +40,8 @@ _NICE = 19
 # in elapsed time, it is killed in any case.
 _MOST_WAITING = 3
 _LOOK_SECONDS = 0.1
+# An escape in GBNF; the last kind is there so that an escaped backslash does not begin another.
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
 _BUDGET = MaskBudget(step_seconds=0.05, burst_seconds=0.2)
 
 
@@ -239,9 +243,34 @@ def grammar_of(kind: str, source: str) -> str:
     elif kind == "regex":
         rules = f"start: /{llguidance.regex_to_lark(source, 'dw')}/"
     else:
-        rules = llguidance.grammar_from("grammar", source)
+        rules = llguidance.grammar_from("grammar", _with_short_escapes(source))
     # Otherwise, where the grammar leaves no choice, only one spelling in tokens would be allowed.
     return f'{rules}\n%llguidance {{"no_forcing": true}}'
+
+
+def _with_short_escapes(source: str) -> str:
+    """A grammar in GBNF whose escapes are at most \\xNN; one in Lark as it is.
+
+    llguidance's conversion of GBNF to Lark drops the leading zeros of longer escapes: of the text
+    "\\u00e9ab" it makes the character U+E9AB.
+    """
+    from llguidance.gbnf_to_lark import is_lark_syntax
+
+    if is_lark_syntax(source):
+        return source
+    return _ESCAPE.sub(_short_escape, source)
+
+
+def _short_escape(escape: re.Match[str]) -> str:
+    digits = escape[1] or escape[2]
+    if digits is None:
+        return escape[0]
+    code = int(digits, 16)
+    if code < 0x80:
+        return f"\\x{code:02x}"
+    if 0xD800 <= code < 0xE000 or code > sys.maxunicode:  # no character: llguidance refuses it
+        return escape[0]
+    return chr(code)
 
 
 def try_out(
