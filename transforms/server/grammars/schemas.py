@@ -29,6 +29,10 @@ _PATTERNS = {
     "time": r"^\d\d:\d\d:[0-5]",
     "date-time": rf"{_DATE}[-\d]*[Tt]\d\d:\d\d:[0-5]",
 }
+# An escape, or a class of characters with its body, as JSON Schema reads them; and what is an
+# operation on sets to llguidance, but only characters of the class in JSON Schema.
+_CLASS = re.compile(r"\\.|\[\^?((?:\\.|[^\\\]])*)\]", re.DOTALL)
+_SET_OPERATION = re.compile(r"\\.|(\[|&&|--|~~)", re.DOTALL)
 # A number of more digits, or of a larger exponent, is read as one of its neighbours.
 _MOST_DIGITS = 2**53
 _MOST_EXPONENT = 22
@@ -41,8 +45,8 @@ def prepare_schema(call: str, schema: Mapping[str, Any]) -> dict[str, Any]:
         call: the call that errors show.
 
     Raises:
-        RequestError: a number that llguidance would round, a text that it does not write, or a
-            `minProperties` that two properties of one name could meet.
+        RequestError: a number that llguidance would round, a text that it does not write, a
+            pattern that it reads otherwise, or a `minProperties` that two properties of one name could meet.
     """
     return {**_prepared(call, schema, "schema"), "x-guidance": OPTIONS}
 
@@ -65,6 +69,11 @@ def _prepared(call: str, schema: Any, name: str) -> Any:
             _check_texts(call, list(value) if isinstance(value, Mapping) else value, key)
         elif key in ("const", "enum"):
             _check_texts(call, value, key)
+        elif key == "pattern":
+            _check_pattern(call, value)
+        elif key == "patternProperties" and isinstance(value, Mapping):
+            for pattern in value:
+                _check_pattern(call, pattern)
         if key in _MAPS and isinstance(value, Mapping):
             prepared[key] = {each: _prepared(call, part, each) for each, part in value.items()}
         elif key in _VALUES:
@@ -90,6 +99,17 @@ def _check_least_properties(call: str, schema: Mapping[str, Any]) -> None:
         problem = f"minProperties={least} with {num_required} required properties"
         instead = "at most one more than are required, since others may have the same name"
         raise RequestError(call, problem, instead)
+
+
+def _check_pattern(call: str, pattern: Any) -> None:
+    if not isinstance(pattern, str):
+        return  # llguidance refuses it
+    for characters in _CLASS.finditer(pattern):
+        for part in _SET_OPERATION.finditer(characters[1] or ""):
+            if part[1] is not None:
+                problem = f"{part[1]!r} in {characters[0]!r:.80} of the pattern {pattern!r:.80}"
+                instead = "a backslash before each of these characters"
+                raise RequestError(call, problem, instead)
 
 
 def _check_texts(call: str, value: Any, name: str) -> None:
