@@ -411,6 +411,8 @@ class Recorder(DispatchMode):
             lambda x: self.inside(x) if isinstance(x, Tensor) else x, (args, kwargs)
         )
         if effect_of(func, args) is not None:
+            refuse_layout(args[0], "a collective's tensor", self.call)
+            self._refuse_unknown_shape(args[0])
             # The fake tensor of a constant carries its value, from which torch would compute a
             # value for the sum over all ranks. A blank tensor has none.
             result = func(_blank(args[0]), *args[1:], **kwargs)
@@ -424,6 +426,16 @@ class Recorder(DispatchMode):
             self._look_for_a_cut(func, (args, kwargs), result)
             self.record(func, args, kwargs, result)
         return result
+
+    def _refuse_unknown_shape(self, sent: Tensor) -> None:
+        """Raise CaptureError for a collective's tensor whose shape depends on values: such shapes
+        may differ by rank, and no program can be checked for them."""
+        if any(isinstance(size, torch.SymInt) for size in sent.shape):
+            problem = (
+                f"rank {self.rank} reads the values of a tensor, on which the shape of a"
+                " collective's tensor depends"
+            )
+            raise CaptureError(self.call, problem, "torch.where, which keeps the shape")
 
     def _refuse_own_rule(self) -> None:
         """Raise DerivativeError for an operator in an autograd.Function if a transform of

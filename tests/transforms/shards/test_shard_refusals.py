@@ -182,6 +182,37 @@ def test_a_function_that_reads_values_is_refused() -> None:
         weft.shard(f, TWO, weft.Replicate(), weft.Replicate())(ONE)
 
 
+@pytest.mark.parametrize(
+    "collective",
+    [
+        lambda x: weft.all_reduce(x, "tensor"),
+        lambda x: weft.all_gather(x, "tensor", dim=0),
+        lambda x: weft.reduce_scatter(x, "tensor", dim=0),
+        lambda x: weft.all_to_all(x, "tensor", split_dim=0, concat_dim=0),
+        lambda x: weft.ppermute(x, "tensor", [(0, 1)]),
+    ],
+)
+@pytest.mark.parametrize(
+    "change", [lambda x: x[x > 1], lambda x: x.unique(), lambda x: x.repeat_interleave(x.long())]
+)
+def test_a_collective_of_a_shape_that_depends_on_values_is_refused(
+    collective: Callable[[Tensor], Tensor], change: Callable[[Tensor], Tensor]
+) -> None:
+    sharded = weft.shard(lambda x: collective(change(x)), TWO, weft.Shard(0), weft.PerRank())
+    with pytest.raises(CaptureError, match="rank 0 reads the values of a tensor"):
+        sharded(torch.arange(4.0))
+
+
+def test_a_collective_of_a_sparse_tensor_is_refused() -> None:
+    def f(x: Tensor) -> Tensor:
+        return weft.all_reduce(x.to_sparse(), "tensor").to_dense()
+
+    call = "weft.shard(f, ...)"
+    problem = "a collective's tensor is torch.sparse_coo, which no rank has a part of"
+    with refused(CaptureError, call, problem, "x.to_dense(); or <any>"):
+        weft.shard(f, TWO, weft.Shard(0), weft.Replicate())(ONE)
+
+
 def test_what_is_closed_over_may_be_another_value_at_the_next_call() -> None:
     weight, scale, module = torch.ones(2), 1, torch.nn.Linear(2, 2)
 
