@@ -35,7 +35,7 @@ def write_padded(target: Tensor, value: Tensor, spec: Axes) -> None:
         if isinstance(spec.pad, str):
             target.copy_(last_entry(value, spec))
         else:
-            target.fill_(spec.pad)
+            target.fill_(spec.padding(target.dtype))
     corner.copy_(value)
 
 
@@ -121,7 +121,9 @@ def grow(value: Tensor, spec: Axes, descriptor: Any) -> Tensor:
         # torch takes the last dimension first, and of each the padding before it and the padding
         # after it.
         return torch.constant_pad_nd(
-            value, [end for last in reversed(more) for end in (0, last)], spec.pad
+            value,
+            [end for last in reversed(more) for end in (0, last)],
+            spec.padding(value.dtype),
         )
     target = value.new_empty(shape)
     write_padded(target, value, spec)

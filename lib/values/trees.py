@@ -7,10 +7,12 @@ descriptor gives (`axes`). `weft.batches.padding` pads and unpads any tree of su
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
+from numbers import Number
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import attrs
+import torch
 from torch import Size, Tensor
 
 from weft.arguments.checks import kind_of
@@ -114,6 +116,21 @@ class Axes:
             return self.dims[dim]
         return None
 
+    def padding(self, dtype: torch.dtype) -> Any:
+        """The value of the padding, for a tensor of a dtype.
+
+        Raises:
+            DescriptorError: the dtype does not hold the value, as uint8 does not hold -1: torch
+                would write another value, which a function would not know as padding.
+        """
+        if not _holds(dtype, self.pad):
+            call = f"weft.axes({_listed(self.dims)}, pad={self.pad!r})"
+            problem = f"a tensor of {dtype}, which does not hold that padding"
+            raise DescriptorError(
+                call, problem, "a value that it holds, or a tensor of another dtype"
+            )
+        return self.pad
+
     def extent(self, dim: int, descriptor: Any) -> int | None:
         """The size of dimension `dim` under `descriptor`, or None if the descriptor does not give
         it."""
@@ -136,6 +153,19 @@ class Axes:
         return int(size) + (int(constant) if plus else 0)
 
 
+@lru_cache(maxsize=256)
+def _holds(dtype: torch.dtype, value: Any) -> bool:
+    """Whether an integer or bool dtype holds a number; others round it."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return True
+    if dtype is torch.bool:
+        return value in (0, 1)
+    if isinstance(value, complex):
+        return False
+    bounds = torch.iinfo(dtype)
+    return bool(bounds.min <= value <= bounds.max and value == int(value))
+
+
 def axes(*dims: str | None, pad: float | str = 0) -> dict[str, Any]:
     """Metadata for a tensor field of a sized class: `attrs.field(metadata=axes("num_tokens",
     pad=-1))`.
@@ -146,7 +176,8 @@ def axes(*dims: str | None, pad: float | str = 0) -> dict[str, Any]:
         pad: the value of the padding; `"last"`: the last valid entry.
 
     Raises:
-        DescriptorError: an argument is not a name.
+        DescriptorError: an argument is not a name, or `pad` is neither a number nor "last". Where a
+            tensor is padded: its dtype does not hold `pad`, such as uint8 a padding of -1.
 
     The names are attributes of the class's descriptor, which may have a type of your own:
 
@@ -169,6 +200,12 @@ def axes(*dims: str | None, pad: float | str = 0) -> dict[str, Any]:
         )
         raise DescriptorError(
             f"weft.axes({_listed(dims)})", f"{strange[0]!r:.40}, {kind_of(strange[0])}", instead
+        )
+    if pad != "last" and not isinstance(pad, Number):
+        raise DescriptorError(
+            f"weft.axes({_listed(dims)}, pad={pad!r:.40})",
+            f"a padding that is {kind_of(pad)}",
+            'a number; or pad="last", for the last valid entry',
         )
     return {_AXES: Axes(dims, pad)}
 

@@ -230,6 +230,40 @@ def test_an_integer_padding_is_not_rounded(fill: int) -> None:
     assert target.tolist() == [1, fill, fill]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "fill"),
+    [
+        (torch.uint8, -1),
+        (torch.int8, 300),
+        (torch.int64, 1.5),
+        (torch.int32, math.nan),
+        (torch.int32, math.inf),
+        (torch.int32, 1j),
+        (torch.bool, -1),
+    ],
+)
+def test_a_padding_that_the_dtype_does_not_hold_is_refused(dtype: torch.dtype, fill: float) -> None:
+    @pytree
+    @attrs.frozen(eq=False)
+    class Marked:
+        x: Tensor = attrs.field(metadata=axes("num_reqs", pad=fill))
+
+    short = Marked(torch.zeros(2, dtype=dtype))
+    for padded in (pad, inert):
+        with pytest.raises(DescriptorError) as error:
+            padded(short, BatchDescriptor(9, 4))
+        assert error.value.call == f"weft.axes('num_reqs', pad={fill!r})"
+        assert error.value.problem == f"a tensor of {dtype}, which does not hold that padding"
+    # Nothing is padded here.
+    assert pad(short, BatchDescriptor(9, 2)).x is short.x
+
+
+@pytest.mark.parametrize("fill", ["first", None, (1,)])
+def test_a_padding_that_is_no_number_is_refused(fill: Any) -> None:
+    with pytest.raises(DescriptorError, match="a padding that is"):
+        axes("num_reqs", pad=fill)
+
+
 @pytree
 @attrs.frozen(eq=False)
 class Prompted:

@@ -105,9 +105,11 @@ class InputBufferPool:
         if spec is None or isinstance(spec.pad, str) or buffer.nbytes > PADDING_SOURCE_BYTES:
             return None
         if is_dense(buffer):
-            return self._block_part(("padding", index, spec.pad), buffer).fill_(spec.pad)
+            return self._block_part(("padding", index, spec.pad), buffer).fill_(
+                spec.padding(buffer.dtype)
+            )
         self.nbytes += buffer.nbytes
-        return torch.full_like(buffer, spec.pad)
+        return torch.full_like(buffer, spec.padding(buffer.dtype))
 
     def _block_part(self, key: tuple[Any, ...], like: Tensor) -> Tensor:
         # An inference tensor cannot be written outside inference mode, so it has its own block.
@@ -232,7 +234,7 @@ def _plan_buffer(
     if isinstance(spec.pad, str):
         pending.repeats.extend((tail, index, spec) for tail in padded)
     elif padding_source is None:
-        pending.fills.extend((tail, spec.pad) for tail in padded)
+        pending.fills.extend((tail, spec.padding(tail.dtype)) for tail in padded)
     else:
         pending.constants.extend(zip(padded, tails(padding_source, leaf.shape), strict=True))
 
