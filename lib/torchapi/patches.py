@@ -94,7 +94,8 @@ def hearing_scripts(tell: Callable[[str], None]) -> Iterator[None]:
         _HEARS_SCRIPTS.reset(token)
 
 
-_STANDS_FOR_DEFAULT: ContextVar[torch.Generator | None] = ContextVar(
+# The stand-in for the CPU's default generator, and what to call before its seed is read.
+_STANDS_FOR_DEFAULT: ContextVar[tuple[torch.Generator, Callable[[], None]] | None] = ContextVar(
     "weft.default_generator", default=None
 )
 
@@ -108,9 +109,12 @@ def _divert_default_generator() -> None:
 
         @functools.wraps(function)
         def divert(*args: Any, **kwargs: Any) -> Any:
-            generator = _STANDS_FOR_DEFAULT.get()
-            if generator is None:
+            stand_in = _STANDS_FOR_DEFAULT.get()
+            if stand_in is None:
                 return function(*args, **kwargs)
+            generator, before_seed_read = stand_in
+            if name == "initial_seed":
+                before_seed_read()
             return getattr(generator, method)(*args, **kwargs)
 
         return divert
@@ -123,11 +127,14 @@ def _divert_default_generator() -> None:
 
 
 @contextlib.contextmanager
-def default_generator_is(generator: torch.Generator) -> Iterator[None]:
+def default_generator_is(
+    generator: torch.Generator, before_seed_read: Callable[[], None]
+) -> Iterator[None]:
     """A context in which `torch.manual_seed`, `torch.get_rng_state` and their like, called in this
-    thread, use `generator` in place of the CPU's default generator."""
+    thread, use `generator` in place of the CPU's default generator. `torch.initial_seed` calls
+    `before_seed_read` first."""
     _divert_default_generator()
-    token = _STANDS_FOR_DEFAULT.set(generator)
+    token = _STANDS_FOR_DEFAULT.set((generator, before_seed_read))
     try:
         yield
     finally:

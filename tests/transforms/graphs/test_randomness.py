@@ -55,6 +55,15 @@ def test_seeding_an_argument_is_refused() -> None:
     )
 
 
+@pytest.mark.parametrize("module", [torch, torch.random])
+def test_a_read_of_the_seed_is_refused_inside_alone(module: Any) -> None:
+    torch.manual_seed(5)
+    said = refusal(lambda x: x + module.initial_seed(), X)
+    assert "it reads the seed of the default generator, which a replay does not read again" in said
+    assert "instead: pass the seed in, or draw from a generator" in said
+    assert torch.initial_seed() == 5
+
+
 def test_a_generator_made_inside_is_refused() -> None:
     said = refusal(lambda x: x + torch.rand(3, generator=torch.Generator()), X)
     assert (

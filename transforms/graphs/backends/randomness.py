@@ -73,7 +73,7 @@ class Randomness:
         """Context of a run, in which the copy stands for the CPU's default generator."""
         seed = torch.default_generator.initial_seed()
         try:
-            with default_generator_is(self.copy), _PrivateDraws(self):
+            with default_generator_is(self.copy, self._refuse_seed_read), _PrivateDraws(self):
                 yield
         finally:
             if (
@@ -83,6 +83,10 @@ class Randomness:
                     self._trackers[generator_id(self.copy)].initial_state
                 )
                 raise self.refuse(_SEEDED, _SEED_OUTSIDE)
+
+    def _refuse_seed_read(self) -> None:
+        fault = "it reads the seed of the default generator, which a replay does not read again"
+        raise self.refuse(fault, "pass the seed in, or draw from a generator")
 
     def add_known(self, generators: Iterable[torch.Generator]) -> None:
         """Add known generators."""
