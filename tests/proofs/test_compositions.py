@@ -104,7 +104,7 @@ def test_a_layer_of_a_plain_function_means_its_definition(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_runs_without_layers(name: str) -> None:
-    world = World(torch.tensor([1.0, 2.0]), torch.eye(2))
+    world = World(torch.tensor([1.0, 2.0]), torch.eye(2), 1.5, {})
     assert OPERATIONS[name].run(torch.ones(ROWS, 2), world).shape == (ROWS, 2)
 
 

@@ -31,8 +31,9 @@ class World:
 
     weight: Tensor
     matrix: Tensor
-    scale: float = 1.5
-    memory: dict[str, Tensor] = attrs.field(factory=dict)
+    scale: float
+    # No default: torch 2.11 cannot compile a function that makes an object with a default factory.
+    memory: dict[str, Tensor]
 
 
 # Where a layer runs the code inside it: in a captured graph, on one rank, in a loop's body, in a
@@ -214,7 +215,7 @@ class Body:
         generator = torch.Generator().manual_seed(self.seed)
         weight = torch.rand(COLUMNS, generator=generator).add(0.5).to(device)
         matrix = torch.rand(COLUMNS, COLUMNS, generator=generator).sub(0.5).to(device)
-        return World(weight.requires_grad_(self.weight_requires_grad), matrix)
+        return World(weight.requires_grad_(self.weight_requires_grad), matrix, 1.5, {})
 
     def build(self, world: World) -> "Built":
         """The function over a world, and the change to what it closes over."""

@@ -84,7 +84,7 @@ def _derivative_by_what_it_closes_over(subject: Subject, x: Tensor) -> Any:
     world = subject.built.world
 
     def loss(weight: Tensor) -> Tensor:
-        inner = World(weight, world.matrix, world.scale)
+        inner = World(weight, world.matrix, world.scale, {})
         return subject.nest(subject.body.build(inner).function)(x).sum()
 
     return func.grad(loss)(world.weight.detach())

@@ -114,7 +114,8 @@ def test_graphs_share_a_pool_though_each_reads_another_tensor_from_outside() -> 
     """The second capture must first see that its tensor is older than it, and is recorded twice for
     that."""
     sizes = []
-    for same in (True, False):
+    # The first graph of a process may add a workspace.
+    for same in (True, True, False):
         tensors = [torch.ones(1024, 1024, device="cuda") for _ in range(4)]
         graph = graphify(
             lambda rows, same=same, tensors=tensors: (
@@ -125,7 +126,7 @@ def test_graphs_share_a_pool_though_each_reads_another_tensor_from_outside() -> 
             graph(torch.ones(count, 1024, 1024, device="cuda"))
         assert graph.cache_info().captures == 4
         sizes.append(graph.memory_analysis().graph_bytes)
-    assert sizes[0] == sizes[1]
+    assert sizes[1] == sizes[2]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
