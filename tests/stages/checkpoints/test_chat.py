@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 import weft
 from weft.errors import RequestError
 from weft.stages import ChatTemplate
+from weft.stages.checkpoints import chat_jinja
 from weft.stages.checkpoints.known_models import DEMO
 
 END = "<|endoftext|>"
@@ -223,14 +224,16 @@ def test_a_template_runs_in_a_sandbox(tmp_path: Path) -> None:
 
 
 _SLOW = """
-import os, time
-from weft.stages.checkpoints import chat_jinja
+import os
+import chat_jinja
 chat_jinja._limit_time(600.0)
-while os.nice(0) != 19:
+while os.sched_getscheduler(0) != os.SCHED_IDLE:
     pass
+os._exit(0)
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no process renders")
-def test_a_slow_rendering_gets_the_lowest_priority() -> None:
-    subprocess.run([sys.executable, "-c", _SLOW], check=True, timeout=300)
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux's priorities")
+def test_a_slow_rendering_runs_only_when_nothing_else_does() -> None:
+    folder = Path(chat_jinja.__file__).parent
+    subprocess.run([sys.executable, "-c", _SLOW], cwd=folder, check=True, timeout=300)
