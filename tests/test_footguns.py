@@ -48,10 +48,13 @@ def test_01_prints_and_counters_run_at_capture_and_never_again() -> None:
     warm-up, capture; a warm-up that reads on the host, as no capture may, is run again as a capture
     would be).
 
+    A number that the function binds and uses is refused.
+
     Around it: return what you want to see, or `with weft.no_capture(replay=False)`, in which every
     call is Python.
     """
     events: list[str] = []
+    count = 0
 
     @weft.graphify
     def f(x: Tensor) -> Tensor:
@@ -64,6 +67,15 @@ def test_01_prints_and_counters_run_at_capture_and_never_again() -> None:
     with weft.no_capture(replay=False):
         f(ONES)
     assert len(events) == 3
+
+    @weft.graphify
+    def counted(x: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return x + count
+
+    with pytest.raises(CaptureError, match="count, a nonlocal of counted, changes from 1 to 2"):
+        counted(ONES)
 
 
 def test_02_a_python_value_from_outside_is_frozen() -> None:
