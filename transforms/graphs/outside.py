@@ -316,9 +316,13 @@ class _Carried:
 
     @property
     def value(self) -> Any:
-        """What the name stands for; None if it is not bound, or something else than a number or
-        another plain value, which the next run may not read."""
-        value = self._names.get(self._name) if self._cell is None else _held_by(self._cell)
+        """The number or other plain value that the name stands for. None for anything else, and for
+        a name that is not bound."""
+        # What is no plain value may be made anew in each run, and read by none after it.
+        if self._cell is None:
+            value = self._names.get(self._name)
+        else:
+            value = _held_by(self._cell)
         if isinstance(value, _PLAIN):
             return value
         return None

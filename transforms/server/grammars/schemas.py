@@ -46,7 +46,8 @@ def prepare_schema(call: str, schema: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         RequestError: a number that llguidance would round, a text that it does not write, a
-            pattern that it reads otherwise, or a `minProperties` that two properties of one name could meet.
+            pattern that it reads otherwise, or a `minProperties` that two properties of one name
+            could meet.
     """
     return {**_prepared(call, schema, "schema"), "x-guidance": OPTIONS}
 
