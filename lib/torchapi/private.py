@@ -525,7 +525,41 @@ def _settings() -> dict[str, Any]:
     """The settings that a user may change. The order in which torch prefers attention kernels is
     not one of them: torch itself sets it in the first call on a GPU."""
     settings = dict(switches()) | {"default device": default_device()}
-    return settings | {"kernels of attention": settings["kernels of attention"][:4]}
+    return settings | {
+        "float32 precision": _float32_precisions(),
+        "kernels of attention": settings["kernels of attention"][:4],
+    }
+
+
+# The precisions that `torch.backends` sets, by back end and kind of operator. What is not set has
+# that of its back end, and this the generic one.
+_PRECISIONS = (
+    ("generic", "all"),
+    ("cuda", "all"),
+    ("cuda", "matmul"),
+    ("mkldnn", "all"),
+    ("mkldnn", "matmul"),
+    ("mkldnn", "conv"),
+    ("mkldnn", "rnn"),
+)
+
+
+def _float32_precisions() -> tuple[str | None, ...]:
+    """What `torch.set_float32_matmul_precision` was last given, and those of `torch.backends`. That
+    function sets some of the others too; torch keeps both, and tells neither where they differ."""
+    try:
+        of_matmul = torch.get_float32_matmul_precision()
+    except RuntimeError:  # they differ
+        of_matmul = None
+    return (of_matmul, *(torch._C._get_fp32_precision_getter(*at) for at in _PRECISIONS))
+
+
+def _set_float32_precisions(precisions: tuple[str | None, ...]) -> None:
+    of_matmul, *others = precisions
+    if of_matmul is not None:
+        torch.set_float32_matmul_precision(of_matmul)
+    for at, precision in zip(_PRECISIONS, others, strict=True):
+        torch._C._set_fp32_precision_setter(*at, precision)
 
 
 def _set_autocast(dtypes: tuple[torch.dtype | None, ...]) -> None:
@@ -568,7 +602,7 @@ _SETTERS: dict[str, Callable[[Any], Any]] = {
     "autocast": _set_autocast,
     "default dtype": torch.set_default_dtype,
     "deterministic algorithms": torch.set_deterministic_debug_mode,
-    "float32 precision": lambda value: torch._C._set_fp32_precision_setter("cuda", "matmul", value),
+    "float32 precision": _set_float32_precisions,
     "reduced precision of float16": _set_reduced_precision(
         "_set_cublas_allow_fp16_reduced_precision_reduction"
     ),

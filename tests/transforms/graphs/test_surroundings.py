@@ -80,7 +80,20 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     ),
     "float32 precision": (
         lambda: torch.set_float32_matmul_precision("medium"),
-        lambda: torch.backends.cuda.matmul.fp32_precision,
+        lambda: (
+            torch.backends.cuda.matmul.fp32_precision,
+            torch.backends.mkldnn.matmul.fp32_precision,
+            torch.get_float32_matmul_precision(),
+            torch.backends.cuda.matmul.allow_tf32,
+        ),
+    ),
+    "float32 precision, of convolutions": (
+        lambda: setattr(torch.backends.mkldnn.conv, "fp32_precision", "bf16"),
+        lambda: torch.backends.mkldnn.conv.fp32_precision,
+    ),
+    "float32 precision, of everything": (
+        lambda: setattr(torch.backends, "fp32_precision", "tf32"),
+        lambda: torch.backends.fp32_precision,
     ),
     "kernels of attention": (
         lambda: torch.backends.cuda.enable_flash_sdp(False),
@@ -97,6 +110,7 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 def test_a_setting_that_the_function_changes_is_refused_and_put_back(name: str) -> None:
     change, read = SETTINGS[name]
     before = read()
+    setting = name.partition(",")[0]
 
     def changing(x: Tensor) -> Tensor:
         change()
@@ -104,7 +118,7 @@ def test_a_setting_that_the_function_changes_is_refused_and_put_back(name: str) 
 
     for _ in range(2):
         with pytest.raises(
-            CaptureError, match=rf"it changes a setting of torch \({name}\) for the code after it"
+            CaptureError, match=rf"it changes a setting of torch \({setting}\) for the code after it"
         ):
             graphify(changing)(X)
         assert read() == before
