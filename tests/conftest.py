@@ -3,11 +3,12 @@ short.
 
 `pytest` takes minutes: every law and every other drawn test on a few examples, every mutant on its
 stored case, one process test of each kind. `pytest --all` adds more examples of drawn tests, a
-search for one mutant of each law, and the tests marked `slow`. `pytest --nightly` adds what is
-marked `nightly`: all examples of drawn tests and many of laws, a search for every mutant, the long
-proofs by z3, and cases over processes whose class another case in `--all` has; `.ci/nightly` runs
-it. `--rest` with either of them leaves out what a short run has in the same way: `.ci/run` makes
-that one first.
+search for a third of the mutants that are found soon, and the tests marked `slow`, among them those that show that
+other tests find a planted bug. `pytest --nightly` adds what is marked `nightly`: all examples of
+drawn tests and many of laws, a search for every mutant, the long proofs by z3, and cases over
+processes whose class another case in `--all` has; `.ci/nightly` runs it. `--rest` with either of
+them leaves out what a short run has, if only on fewer examples; the laws stay. `.ci/run` makes a
+short run first, and then one with `--all --rest`.
 """
 
 import gc
@@ -43,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--nightly", action="store_true", help="as --all, with all examples and the long proofs"
     )
     parser.addoption(
-        "--rest", action="store_true", help="leave out what a run without --all has in the same way"
+        "--rest", action="store_true", help="leave out what a run without --all has, but for laws"
     )
 
 
@@ -94,9 +95,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     elif not nightly:
         left_out += _beyond_every_nth(items, "all")
     if everything and config.getoption("rest"):
-        left_out += [
-            item for item in items if item not in beyond and _is_alike_in_a_short_run(item)
-        ]
+        left_out += [item for item in items if item not in beyond and _is_in_a_short_run(item)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         gone = set(left_out)
@@ -124,26 +123,16 @@ def _takes_every(short: int, everything: int = 1) -> dict[str, int]:
     return {"short": short, "all": everything}
 
 
-def _is_alike_in_a_short_run(item: pytest.Item) -> bool:
-    """Whether a short run does the same in this test, for those of its parameters that it takes."""
+def _is_in_a_short_run(item: pytest.Item) -> bool:
+    """Whether a short run has this test, for those of its parameters that it takes, and the test
+    does not itself ask which run it is in."""
     marked = any(item.get_closest_marker(name) for name in ("slow", "nightly"))
-    asks = "runs_all" in getattr(item, "fixturenames", ())
-    return not (marked or asks or _is_drawn(item))
+    return not (marked or "runs_all" in getattr(item, "fixturenames", ()))
 
 
 def runs_everything(config: pytest.Config) -> bool:
     """Whether the run is not a short one."""
     return bool(config.getoption("all") or config.getoption("nightly"))
-
-
-def _is_drawn(item: pytest.Item) -> bool:
-    """Whether Hypothesis draws the test's examples."""
-    from hypothesis import is_hypothesis_test, settings
-
-    machine = getattr(item, "cls", None)
-    return is_hypothesis_test(getattr(item, "obj", None)) or isinstance(
-        getattr(machine, "settings", None), settings
-    )
 
 
 def _draw_at_most(count: int, item: pytest.Item) -> None:

@@ -192,6 +192,7 @@ def test_the_wheel_has_every_package_but_the_evidence() -> None:
     }
 
 
+@pytest.mark.slow
 def test_nothing_in_the_wheel_imports_the_evidence() -> None:
     evidence = module_name(EVIDENCE / "__init__.py")
     inward = [
@@ -325,6 +326,7 @@ def reexports(name: str) -> set[str]:
     }
 
 
+@pytest.mark.slow
 def test_imports_name_the_defining_module() -> None:
     def indirect(record: Import) -> bool:
         return target(record) == record.module and record.name in reexports(record.module)
@@ -409,6 +411,7 @@ USES = (
 )
 
 
+@pytest.mark.slow
 def test_no_optional_package_is_imported_before_it_is_used() -> None:
     for use, loaded in zip(USES, loaded_by(*USES), strict=True):
         assert "weft" in loaded

@@ -57,7 +57,7 @@ def test_the_kinds_are_of_all_architectures() -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_drawn() -> None:
     """All kinds, modes and numbers of stages, with and without threads, drafts and adapters; and
     images in each way. Most prompts are short, and some longer than a block of attention."""
@@ -85,6 +85,7 @@ def check_on_ranks(cases: list[InvariantLoad]) -> int:
     return len(cases)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_bits_over_processes_are_of_the_request(num_ranks: int, runs_nightly: bool) -> None:
     """One case of each kind of model; with `--nightly` three."""

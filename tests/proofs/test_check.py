@@ -100,6 +100,7 @@ def test_what_graphify_made_is_checked_with_its_options() -> None:
         check(graphed, STEP, donate_argnames="state")
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("f", [Masked, weft.axes], ids=["sums", "means"])
 def test_a_batch_with_a_mask_may_be_padded(f: Any) -> None:
     def step(params: Tensor, batch: Masked) -> Masked:
@@ -162,7 +163,7 @@ def test_a_value_that_the_first_call_keeps(caching: Caching) -> None:
     assert "  as the first call: " in error.text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_smallest_calls_that_show_a_kept_value() -> None:
     # Enough that both shapes are drawn: the value of one is kept for the other.
     name, error = broken(caching("the shape", "a tensor", "a closure").fn, (SOME,), max_examples=16)
@@ -424,6 +425,7 @@ def test_on_cuda_graphs() -> None:
     check(running, STEP, donate_argnames="state", device="cuda", max_examples=EXAMPLES)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("seed", range(2))
 def test_random_pure_functions_keep_their_laws(seed: int) -> None:
     function = find(pure_functions(), lambda f: len(f.code) > 2 + seed and "read state" in f.code)

@@ -140,7 +140,7 @@ def test_users_bring_functions_of_their_own() -> None:
     run()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_layer_operation_and_occasion_is_drawn() -> None:
     counts: Counter[str] = Counter()
 

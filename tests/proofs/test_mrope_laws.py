@@ -34,7 +34,7 @@ DEVICES = [
 ]
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.one_of(12, 3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("law", WITH_LADDER)
 @given(data=st.data())

@@ -92,6 +92,7 @@ FOUND = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOUND)
 def test_a_planted_bug_is_found(name: str) -> None:
     (mutant,) = [each for each in MUTANTS if each.name == name]

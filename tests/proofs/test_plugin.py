@@ -111,7 +111,7 @@ def _no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CI", raising=False)  # Hypothesis has its own profile there
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_code_of_a_counterexample_stands_apart(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(FAILS)
     done = run(pytester)
@@ -139,7 +139,7 @@ def test_the_code_of_a_counterexample_stands_apart(pytester: pytest.Pytester) ->
 SEEN = {"ci": "100 True True True", "gpu": "50 True True True", "explore": "1000 False True False"}
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(6, 2)
 @pytest.mark.parametrize(
     ("way", "name"),
     [
@@ -208,7 +208,7 @@ def test_pytest_does_not_have_torch_make_traces(
     run(pytester, "--log-file=log.txt", "--log-cli-level=DEBUG").assert_outcomes(passed=2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_file_of_traces_is_written(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,6 +109,7 @@ def test_batches_are_of_the_moves(scenario: Scenario) -> None:
     assert first.batches()[0].input_ids.tolist() == list(scenario.prompts[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "architecture", [name for name, row in ARCHITECTURES.items() if not row.text_types]
 )

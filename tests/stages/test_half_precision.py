@@ -46,6 +46,7 @@ def logprobs(model: Any, prompts: list[list[int]], device: str) -> Tensor:
     return torch.cat(prompt_logprobs)
 
 
+@pytest.mark.one_of(4, 2)
 @pytest.mark.parametrize(
     ("name", "device"),
     [

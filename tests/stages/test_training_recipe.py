@@ -115,7 +115,7 @@ def check_recipe(model: Model, architecture: str, is_tied: bool) -> None:
         assert losses == pytest.approx(expected, rel=1e-4), optimizer
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(6, 2)
 @pytest.mark.parametrize("is_tied", TIES, ids=["tied", "untied"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_page_s_recipe_trains_as_transformers_and_torch_do(
@@ -134,6 +134,7 @@ def trained_apart(model: Model) -> Model:
     )
 
 
+@pytest.mark.slow
 def test_a_head_that_is_trained_apart_is_found(tmp_path: Path) -> None:
     model = loaded(reference_model("LlamaForCausalLM", True), tmp_path)
     with pytest.raises(AssertionError):

@@ -85,6 +85,7 @@ def test_effects_of_a_pipeline_are_around_the_replays_in_them() -> None:
     ]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_steps_of_an_engine(num_stages: int) -> None:
     model = weft.load("demo", "cpu")

@@ -142,6 +142,7 @@ def test_adapters_in_another_order_are_found(
         check_adapters("cpu", torch.float32, 8)
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("sizes", [(128, 256, 256, 8), (6, 128, 128, 2)], ids=str)

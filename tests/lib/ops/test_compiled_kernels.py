@@ -77,7 +77,7 @@ def accesses(lines: list[str]) -> list[list[str]]:
     return groups
 
 
-@pytest.mark.one_of(12)
+@pytest.mark.one_of(12, 6)
 @pytest.mark.parametrize(
     ("ahead", "early"), [(0, False), (1, False), (1, True), (4, False), (4, True)]
 )
@@ -170,6 +170,7 @@ def serialized(ptx: list[str], folder: Path) -> list[str]:
     return [line for line in (said.stdout + said.stderr).splitlines() if "serialized" in line]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_gated_product_of_many_tokens_does_not_wait_for_itself(
     ptx: Any, tmp_path: Path, bias: bool
@@ -201,7 +202,7 @@ def test_a_gated_product_of_many_tokens_does_not_wait_for_itself(
     assert not serialized(lines, tmp_path)
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(3, 2)
 @pytest.mark.parametrize(("dim", "group"), [(128, 2), (128, 8), (64, 4)])
 def test_attention_of_prompts_fits_twice_on_a_multiprocessor(
     ptx: Any, dim: int, group: int
@@ -245,6 +246,7 @@ def test_attention_of_prompts_fits_twice_on_a_multiprocessor(
     assert plan.registers * 2 * 32 * plan.warps <= 65536
 
 
+@pytest.mark.one_of(1, 2)
 @pytest.mark.slow
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_no_product_with_a_tile_waits_for_itself(

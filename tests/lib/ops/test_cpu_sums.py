@@ -114,6 +114,7 @@ def equal(result: Any, expected: Any) -> bool:
     return all(equal(*pair) for pair in zip(result, expected, strict=True))
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_the_number_of_threads_changes_no_bit(name: str) -> None:
     run = OPERATORS[name]()

@@ -287,6 +287,7 @@ def compiles(fn: Any, logits: str = "bf16", **constants: Any) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 def test_the_kernels_compile_where_there_is_no_gpu() -> None:
     """Compile the kernels too: the interpreter accepts a variable that changes its type in a loop."""

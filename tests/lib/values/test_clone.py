@@ -117,6 +117,7 @@ def without_a_memo(tree: Any) -> Any:
     return weft.values.trees.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "name", "planted"),
     [

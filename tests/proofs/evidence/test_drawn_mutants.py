@@ -100,6 +100,7 @@ def test_what_stands_in_place_of_a_node(before: str, after: set[str]) -> None:
     assert {ast.unparse(changed) for node in nodes for changed in changes(node)} == after
 
 
+@pytest.mark.slow
 def test_one_seed_draws_the_same_mutants_of_core_files() -> None:
     files = mirrored_files(REPOSITORY)
     assert len(files) >= 60
@@ -169,6 +170,7 @@ def changed_in_place(shapes: ModuleType, before: str, after: str) -> bool:
     return put_in_place(functions, path, MADE_AT_IMPORT, MADE_AT_IMPORT.replace(before, after))
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize(
     ("before", "after", "use", "expected"),
     [
@@ -191,6 +193,7 @@ def test_functions_that_exist_get_their_changed_code(
     assert function(*arguments) == expected
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -238,7 +241,7 @@ def test_the_tests_of_a_file_are_its_mirror_and_those_that_import_it() -> None:
     assert importers
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_survivors_are_named(
     project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,7 +25,7 @@ def test_what_became_of_them_is_counted(
     assert "0 lost or with a forbidden token" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_broken_law_is_told_and_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

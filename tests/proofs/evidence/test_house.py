@@ -19,6 +19,7 @@ from weft.proofs.evidence.pages.house import (
 ALLOWED: dict[str, set[str]] = {}
 
 
+@pytest.mark.slow
 def test_no_name_says_how_its_value_was_come_by() -> None:
     vague = {
         f"{path.relative_to(ROOT)}:{line} {name}"

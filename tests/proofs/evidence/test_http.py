@@ -120,7 +120,7 @@ def test_answers_are_read_as_they_come() -> None:
             assert read_answers(connection) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_traceback_in_the_log_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     stop = http_fuzz.ServerProcess.stop
 
@@ -148,7 +148,7 @@ def test_choices_are_compared() -> None:
         said(Answer(200, STREAM, b'data: {"error": {}}\n\n'))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_mixed_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert http_load.main(["--minutes", "0.2", "--out", str(tmp_path)]) == 0, (
         capsys.readouterr().out

@@ -86,6 +86,7 @@ def _searched(mutant: Mutant) -> Any:
     return pytest.param(mutant, marks=pytest.mark.slow if is_short else pytest.mark.nightly)
 
 
+@pytest.mark.one_of(1, 3)
 @pytest.mark.parametrize("mutant", [_searched(mutant) for mutant in MUTANTS], ids=str)
 def test_the_law_catches_its_mutant_on_a_drawn_case(mutant: Mutant) -> None:
     with mutant.plant():

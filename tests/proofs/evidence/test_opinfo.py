@@ -63,7 +63,7 @@ def test_operators_are_eager(database: tuple[Any, ...], dtype: str) -> None:
     ] == []
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(3, 3)
 @pytest.mark.parametrize(
     "name", ["addmm", "amax", "nn.functional.dropout", "cumprod", "gather", "svd"]
 )
@@ -300,7 +300,7 @@ def test_the_order_of_tasks_depends_on_the_seed_alone(database: tuple[Any, ...])
     assert all("linalg" in task.operator for task in task_list)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_processes_run_the_tasks_and_one_that_dies_is_a_crash(database: tuple[Any, ...]) -> None:
     settings = Settings(transforms=("forward",), samples=1, jobs=1)
     index = next(i for i, entry in enumerate(database) if full_name(entry) == "sin")

@@ -33,6 +33,7 @@ def test_few_programs_are_refused_and_most_calls_replay(runs_nightly: bool) -> N
     assert report.tally.replays > 1.5 * report.tally.captures
 
 
+@pytest.mark.slow
 def test_a_record_has_the_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--programs", "20", "--seed", "3", "--out", str(tmp_path)]) == 0
     assert " 0 differences" in capsys.readouterr().out
@@ -52,7 +53,7 @@ def test_a_run_ends_when_its_time_is_over() -> None:
     assert run(1000, minutes=0.0).tally.programs <= module._AT_ONCE
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_processes_share_the_programs_of_one_run() -> None:
     shared = run(100, seed=4, workers=2)
     alone = run(100, seed=4)
@@ -99,6 +100,7 @@ def test_what_is_refused_and_what_raises_is_counted() -> None:
     assert "1 differences" not in str(Run("cpu", 0, tally))
 
 
+@pytest.mark.slow
 def test_each_kind_of_hazard_is_drawn() -> None:
     for kind in HAZARDS:
         hazard = find(hazards(), lambda hazard, kind=kind: hazard.kind == kind, settings=FIRST)

@@ -59,7 +59,7 @@ def test_ranks_on_gpus_are_one_process(num_ranks: int, backend: str) -> None:
     assert done.stdout.count("equal") == len(VARIANTS)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_difference_on_one_rank_is_an_error_on_all() -> None:
     """A rank has other weights, which comparing code and programs cannot detect."""
     code = (

@@ -179,8 +179,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.slow
-@pytest.mark.one_of(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("loses", [False, True])
 def test_vllm_beside_weft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], loses: bool

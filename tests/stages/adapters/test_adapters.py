@@ -183,7 +183,7 @@ def lora_fields(draw: st.DrawFn, dense: bool = True) -> dict[str, Any]:
     return fields
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(6, 2)
 @pytest.mark.parametrize("name", MODELS)
 @given(data=st.data())
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))

@@ -60,6 +60,7 @@ def said(reference: Any, model: Model) -> list[list[int]]:
     return token_ids
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("window", [2, 5])
 def test_windows_in_a_loaded_checkpoint_are_transformers_windows(model: Model, window: int) -> None:
     transformers = pytest.importorskip("transformers")

@@ -143,7 +143,7 @@ def test_the_prompt_is_that_of_transformers(both: tuple[str, Both], chat: Any, a
         ]
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.one_of(5, 2)
 def test_generate_completes_chats(both: tuple[str, Both]) -> None:
     model = both[1].model
     two = [[{"role": "user", "content": "Hello"}], [{"role": "user", "content": "A list is"}]]

@@ -182,7 +182,7 @@ def test_the_model_is_near_the_one_without_quantisation(written: Any, tmp_path: 
     assert ours.dtype == torch.float32
 
 
-@pytest.mark.one_of(6, 2)
+@pytest.mark.one_of(12, 4)
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_and_splits_agree(written: Any, mode: str) -> None:
     folder, _ = written

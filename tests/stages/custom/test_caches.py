@@ -104,7 +104,7 @@ def test_any_decoder_with_a_cache_is_itself_or_refused(kind: str, more: dict[str
         assume(outcome(kind, **more) != "none")
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize(
     ("kind", "more"),
     [
@@ -198,6 +198,7 @@ def counting(kind: str) -> nn.Module:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WINDOWS)
 def test_a_planted_counter_that_nobody_sees_gives_other_logits(
     kind: str, monkeypatch: pytest.MonkeyPatch

@@ -124,7 +124,7 @@ def check_equal_to_itself(
     assert (graph.cache_info().captures, graph.cache_info().eager) == (1, 0)
 
 
-@pytest.mark.one_of(5)
+@pytest.mark.one_of(13, 2)
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_of_transformers(name: str, training: bool) -> None:
@@ -220,6 +220,7 @@ def test_a_unet_of_diffusers(training: bool, time: Tensor) -> None:
     check_equal_to_itself(lambda: diffusers.UNet2DModel(**arguments), inputs, training)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize(
     ("name", "arguments"),

@@ -83,7 +83,7 @@ def test_places_for_drafts_are_filled_or_refused(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_planted_bug_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the check, an index of the embedding is that of no token."""
     monkeypatch.setattr("weft.stages.decoder.check_drafts", lambda name, descriptor: None)

@@ -75,6 +75,7 @@ def test_json_is_the_completions_one_a_line_in_the_order_of_the_prompts(run: Wef
     assert [line["finish_reason"] for line in lines] == ["length"] * 3
 
 
+@pytest.mark.one_of(5)
 @pytest.mark.parametrize("graph", MODES)
 @pytest.mark.parametrize("pp", ["1", "2"])
 def test_split_and_graph_mode_change_no_token(run: Weft, graph: str, pp: str) -> None:
@@ -173,6 +174,7 @@ def test_every_sampling_parameter_is_a_flag_or_left_to_python() -> None:
     assert names - flags == IN_PYTHON
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("case", SAMPLING)
 def test_flags_of_sampling_are_its_arguments(run: Weft, case: str) -> None:
     flags, arguments = SAMPLING[case]
@@ -446,6 +448,7 @@ def test_without_a_command_the_usage_is_shown(run: Weft) -> None:
     assert_refused(run(), "usage: weft", "COMMAND")
 
 
+@pytest.mark.slow
 def test_as_a_module_in_a_process_of_its_own() -> None:
     argv = [
         sys.executable,
@@ -567,7 +570,7 @@ def test_processes_of_torchrun_beyond_the_layers(
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_under_torchrun_the_first_rank_speaks() -> None:
     command = [
         sys.executable,

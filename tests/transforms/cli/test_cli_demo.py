@@ -112,7 +112,7 @@ PLANTED: dict[str, tuple[Way, Callable[[Any, Any], None], str]] = {
 }
 
 
-@pytest.mark.one_of(3, 3)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", PLANTED)
 def test_demo_finds_a_planted_difference(
     run: Weft, monkeypatch: pytest.MonkeyPatch, case: str
@@ -127,6 +127,7 @@ def test_demo_finds_a_planted_difference(
     assert "EQUAL after each" not in shown
 
 
+@pytest.mark.slow
 def test_demo_finds_a_bit_that_depends_on_the_batch(
     run: Weft, monkeypatch: pytest.MonkeyPatch
 ) -> None:

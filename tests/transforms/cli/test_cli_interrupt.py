@@ -99,8 +99,8 @@ def interrupted(
     return process.returncode, out, err, left
 
 
+@pytest.mark.one_of(1, 4)
 @pytest.mark.slow
-@pytest.mark.one_of(1, 2)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_ctrl_c_is_quiet_and_ends_all_processes(moment: str) -> None:
     later = 0.7 if moment == "ranks generate" else 0.0

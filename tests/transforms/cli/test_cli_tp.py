@@ -61,6 +61,7 @@ def test_two_ranks_say_what_one_process_says(run: Weft) -> None:
     assert said(single[1]) == said(shared[1])
 
 
+@pytest.mark.one_of(1, 2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
@@ -80,7 +81,7 @@ def test_ranks_that_share_layers_say_what_one_process_says(
         assert result(weft(*flags.split())) == alone
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_certificate_names_the_weights_of_the_whole_model(tmp_path: Path) -> None:
     digests = []
     for flags in ("--tp 1", "--tp 2 --pp 2"):

@@ -287,6 +287,7 @@ def damage(kind: str, folder: Path) -> tuple[str, ...]:
     return malformed.ADAPTED if kind == "endless" else malformed.GENERATE
 
 
+@pytest.mark.one_of(1, 3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "code", "said"),

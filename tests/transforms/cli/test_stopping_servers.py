@@ -214,6 +214,7 @@ def hosted(port: int, host: str) -> Answer:
     return answer
 
 
+@pytest.mark.nightly
 def test_a_host_that_is_not_this_machine_is_refused_by_a_server() -> None:
     with serving(*FLAGS, seconds=300) as server:
         for host in ("[::1].evil", "[::1].evil:80", "localhost.evil", "evil"):

@@ -347,6 +347,7 @@ PLANTS: dict[str, Plant] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_bug_is_found(plant: str) -> None:
     def breaks(case: Decoding) -> bool:

@@ -174,6 +174,7 @@ def counting_machine(graph: str, stages: int) -> tuple[type[EngineMachine], Coun
     return type("CountingMachine", (Counting, machine), {"reached": reached}), reached
 
 
+@pytest.mark.one_of(5, 2)
 @pytest.mark.parametrize(("graph", "stages"), WAYS)
 def test_each_completion_is_what_it_is_alone(graph: str, stages: int, runs_nightly: bool) -> None:
     examples = 2

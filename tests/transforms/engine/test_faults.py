@@ -332,6 +332,7 @@ MEDDLING: dict[str, tuple[Callable[[Engine], Any], str | None, str]] = {
 }
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("case", MEDDLING)
 def test_a_mask_that_meddles_with_its_engine_breaks_no_step(case: str) -> None:
     do, reason, problem = MEDDLING[case]

@@ -83,7 +83,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(6, 2)
 @pytest.mark.parametrize("way", WAYS)
 def test_pages_and_graphs_fit(way: str, memory: Callable[[int], Memory]) -> None:
     """Memory holds fewer pages than could be used: the graphs, once captured, fit beside them, and

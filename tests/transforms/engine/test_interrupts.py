@@ -268,6 +268,7 @@ def planted() -> dict[str, tuple[Any, str, Any, Callable[[], None], type[BaseExc
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", planted())
 def test_planted_bugs_are_found(bug: str) -> None:
     home, name, value, happens, expects = planted()[bug]

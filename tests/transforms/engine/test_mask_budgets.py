@@ -247,6 +247,7 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_found(clock: Clock, bug: str) -> None:
     check = test_the_masks_of_all_completions_of_a_request_share_a_budget.hypothesis.inner_test  # type: ignore[attr-defined]

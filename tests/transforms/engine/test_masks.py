@@ -90,7 +90,7 @@ def ended(engine: Engine) -> dict[tuple[str, int], RequestOutput]:
     }
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(5, 2)
 @pytest.mark.parametrize(
     ("pipeline", "graph", "run_ahead", "speculation"),
     [
@@ -166,6 +166,7 @@ WRONG: dict[str, tuple[Any, int, str]] = {
 }
 
 
+@pytest.mark.one_of(8, 2)
 @pytest.mark.parametrize(
     ("case", "pipeline"),
     [

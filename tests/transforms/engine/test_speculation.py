@@ -64,7 +64,7 @@ def plain() -> dict[tuple[str, int], CompletionState]:
     return served(None, graph="none")[0]
 
 
-@pytest.mark.one_of(4, 2)
+@pytest.mark.one_of(12, 4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("pipeline", "graph", "run_ahead"), [(1, "none", 0), (1, "full", 2), (3, "piecewise", 1)]
@@ -233,6 +233,7 @@ def test_greedy_tokens_are_those_of_transformers_with_prompt_lookup(tmp_path: Pa
         assert completion.token_ids == theirs[0, len(prompt) :].tolist()
 
 
+@pytest.mark.one_of(1, 2)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["lookup", "another"])
 def test_the_distribution_is_the_model_s(way: str) -> None:

@@ -231,7 +231,7 @@ def test_steps_are_measured() -> None:
     assert engine.add([1, 2], max_tokens=1) == "request 0"
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", [{}, {"pipeline": 2}], ids=str)
 @pytest.mark.parametrize("graph", ["none", "full_and_piecewise"])
 def test_each_measured_step_has_all_of_its_prompts(graph: str, options: dict[str, Any]) -> None:
@@ -275,6 +275,7 @@ def test_each_measured_step_has_all_of_its_prompts(graph: str, options: dict[str
     )
 
 
+@pytest.mark.slow
 def test_no_measured_prompt_is_found_in_the_prefix_cache() -> None:
     limits = EngineLimits(
         max_num_reqs=16, max_model_len=200, max_num_tokens=64, max_step_seconds=60.0
@@ -290,7 +291,7 @@ def test_no_measured_prompt_is_found_in_the_prefix_cache() -> None:
 _SLEEP = 0.01
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(6, 2)
 @pytest.mark.parametrize(
     ("options", "cohorts"),
     [
@@ -330,7 +331,7 @@ def test_the_time_of_a_step_is_that_of_all_cohorts(options: dict[str, Any], coho
     assert min(seconds for _, seconds in time.measured) >= 0.9 * _SLEEP * cohorts
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.one_of(6, 2)
 @pytest.mark.parametrize(
     "sizes",
     [(2, 1, 9), (3, 1, 3), (10, 16, None), (17, 16, 2), (64, 16, 4)],

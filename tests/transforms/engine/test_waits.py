@@ -79,6 +79,7 @@ class NoWaits(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("speculation", [None, Speculation(2)])
 def test_edits_and_batches_copy_no_numbers(
     monkeypatch: pytest.MonkeyPatch, speculation: Speculation | None

@@ -50,6 +50,7 @@ def plain(demo: Model) -> list[weft.Completion]:
     return complete(demo, None)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     "options", [{}, {"graph": "full"}, {"pipeline": 2, "graph": "piecewise"}], ids=str
 )
@@ -211,6 +212,7 @@ def test_a_completion_without_text(demo: Model, plain: list[weft.Completion]) ->
 # ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("options", [{}, {"graph": "full_and_piecewise", "pipeline": 2}], ids=str)
 def test_ranks_are_places_among_all_tokens(demo: Model, options: dict[str, Any]) -> None:
     vocab = demo.config.vocab_size

@@ -158,6 +158,7 @@ def test_outputs_whose_memory_is_lent_are_the_same(
         )
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("sizes", [(1,), (4, 2, 1), tuple(range(64, 0, -2))])
 @pytest.mark.parametrize("power", [1, 2])
 def test_an_estimate_is_near_what_a_ladder_takes(sizes: tuple[int, ...], power: int) -> None:

@@ -94,6 +94,7 @@ def assert_alike(result: Tensor, fn: Callable[[], Tensor]) -> None:
     torch.testing.assert_close(result, fn(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.one_of(3)
 @everywhere
 @every_decoder
 def test_a_decoder_is_itself(name: str, attention: str, device: str) -> None:
@@ -110,6 +111,7 @@ def test_a_decoder_is_itself(name: str, attention: str, device: str) -> None:
     assert counts(g) == (1, 3, 0)
 
 
+@pytest.mark.one_of(3)
 @everywhere
 @every_decoder
 def test_a_decoder_is_itself_under_any_mask(name: str, attention: str, device: str) -> None:
@@ -141,6 +143,7 @@ def tensors(cache: Any) -> list[tuple[Tensor, ...]]:
     return [(layer.keys, layer.values, layer.cumulative_length) for layer in cache.layers]
 
 
+@pytest.mark.one_of(3)
 @everywhere
 @every_decoder
 def test_decode_steps_over_a_static_cache_are_themselves(

@@ -343,6 +343,7 @@ def test_what_was_replaced_in_its_place_is_captured_anew(
     assert graph.cache_info().captures == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reads", ["_read_elements", "_read_object", "_read_part"])
 def test_planted_bugs_are_found(reads: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each makes some of the tests above fail."""

@@ -118,7 +118,8 @@ def test_a_setting_that_the_function_changes_is_refused_and_put_back(name: str) 
 
     for _ in range(2):
         with pytest.raises(
-            CaptureError, match=rf"it changes a setting of torch \({setting}\) for the code after it"
+            CaptureError,
+            match=rf"it changes a setting of torch \({setting}\) for the code after it",
         ):
             graphify(changing)(X)
         assert read() == before

@@ -63,6 +63,7 @@ def listed(values: Any) -> list[int]:
     return [int(x) for x in values]
 
 
+@pytest.mark.one_of(7, 2)
 @pytest.mark.parametrize("value", [1, 0.5, "a", None, (1, 2.0), torch.float32, float("nan")])
 def test_python_values_in_the_carry_stay(value: Any) -> None:
     def counted(x: Tensor) -> Any:
@@ -74,6 +75,7 @@ def test_python_values_in_the_carry_stay(value: Any) -> None:
         assert (total.tolist(), repr(unchanged)) == ([5, 5], repr(value))
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("most", [None, 1, 7])
 def test_torch_compile_of_it_is_the_python_loop(most: int | None) -> None:
     torch.compiler.reset()
@@ -531,6 +533,7 @@ def test_planted_bugs_of_steps_past_the_end(monkeypatch: pytest.MonkeyPatch) -> 
             test_steps_past_the_end_have_no_derivative([0.3, 0.5], 1)
 
 
+@pytest.mark.slow
 def test_every_instruction_is_drawn() -> None:
     kinds = set[type]()
 

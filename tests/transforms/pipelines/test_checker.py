@@ -327,7 +327,7 @@ def test_a_fence_waits_until_all_that_was_sent_of_its_micro_batch_is_received() 
 QUIET = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_of_thousands_of_programs_no_broken_one_passes_and_no_right_one_is_refused() -> None:
     """A case of `broken_programs` has a dozen programs; the law for `edited_programs` decides which
     of them are correct."""
@@ -394,6 +394,7 @@ def put(effect: Effect, place: int) -> Fault:
     return lambda effects: effects.insert(place, effect)
 
 
+@pytest.mark.slow
 def test_any_effect_of_the_union_is_drawn() -> None:
     """The strategy draws new kinds of effects automatically. A kind that needs a value that the
     strategy cannot make fails here."""
@@ -402,6 +403,7 @@ def test_any_effect_of_the_union_is_drawn() -> None:
         assert parse_effect(str(drawn)) == drawn
 
 
+@pytest.mark.slow
 def test_each_named_fault_breaks_some_programs() -> None:
     faults: set[str] = set()
 

@@ -310,6 +310,7 @@ def test_more_connections_than_may_be_are_refused(
     until(lambda: ask(listener, {**BODY, "max_tokens": 1}).status_code == 200)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("connection", ["close", "keep-alive"])
 def test_an_end_of_an_answer_that_nobody_reads_has_a_clock(
     listener: Served, connection: str, monkeypatch: pytest.MonkeyPatch
@@ -364,6 +365,7 @@ def test_a_signal_ends_a_server_whose_engine_stands_still(
         assert not serving.is_alive()
 
 
+@pytest.mark.slow
 def test_a_planted_server_that_waits_for_an_engine_that_stands_still_is_found(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -219,6 +219,7 @@ def test_an_error_of_the_server_is_logged_with_its_traceback(
     assert "Traceback" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_grammar_that_takes_its_time_keeps_nobody_waiting(model: Model) -> None:
     rules = "\n".join(f'r{i} ::= r{i + 1} | "{i}"' for i in range(3000))
     form = {"type": "grammar", "grammar": f'root ::= r0\n{rules}\nr3000 ::= "a"'}
@@ -492,7 +493,7 @@ def _count_alone(self: UnfinishedBodies, body: Any, count: int) -> None:
     self._num_bytes += count
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_planted_bugs_of_the_limits_are_found(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -517,6 +518,7 @@ def test_planted_bugs_of_the_limits_are_found(
             test_health_is_not_200_while_the_engine_stands_still(model, patch)
 
 
+@pytest.mark.slow
 def test_a_planted_template_that_has_all_its_time_is_found(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -570,6 +572,7 @@ def test_a_grammar_that_was_compiled_is_found_while_slow_ones_fill_the_pool(
     check_full_pool(model, monkeypatch, 60)
 
 
+@pytest.mark.slow
 def test_a_planted_pool_that_is_asked_first_is_found(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -579,6 +582,7 @@ def test_a_planted_pool_that_is_asked_first_is_found(
         check_full_pool(model, monkeypatch, 3)
 
 
+@pytest.mark.slow
 def test_masks_that_grow_slower_end_their_request_and_no_other(model: Model) -> None:
     """The grammar passes its trial for each request by itself; together they take the steps of all
     others."""

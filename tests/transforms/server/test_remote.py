@@ -68,7 +68,7 @@ def without_names(response: Any) -> Any:
     return {name: value for name, value in response.json().items() if name not in ("id", "created")}
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.one_of(10, 3)
 @pytest.mark.parametrize("body", BODIES, ids=str)
 def test_an_answer_is_that_of_one_process(
     server: Served, remote: Served, body: dict[str, Any]

@@ -140,6 +140,7 @@ def breaks(walker: Walker, drawn: Any) -> None:
         law()
 
 
+@pytest.mark.slow
 def test_the_law_catches_keywords_that_are_ignored(
     walker: Walker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,6 +349,7 @@ def bounded() -> Any:
 DEEP = "start: r0\n" + "".join(f'r{i}: r{i + 1} | "{i}"\n' for i in range(1000)) + 'r1000: "a"'
 
 
+@pytest.mark.one_of(5)
 @pytest.mark.parametrize(
     ("form", "words"),
     [

@@ -205,6 +205,7 @@ CHUNKS_OF_CHAT = ChatForm.chunks
 ADD = Choice.add
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "name", "bug"),
     [

@@ -76,6 +76,7 @@ def test_a_completion_keeps_its_first_space(server_and_model: tuple[Served, Mode
     )
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("stop", [None, "never"])
 @pytest.mark.parametrize("echo", [False, True])
 def test_offsets_count_the_text(
@@ -152,6 +153,7 @@ BUGS: dict[
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_found(server_and_model: tuple[Served, Model], bug: str) -> None:
     planted, check = BUGS[bug]

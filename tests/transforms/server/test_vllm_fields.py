@@ -77,6 +77,7 @@ def test_a_sampling_parameter_of_a_client_reaches_the_engine(name: str) -> None:
     assert getattr(params, name) == OF_CLIENTS[name]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("include", [False, True])
 def test_what_stopped_it(server: Served, model: Model, include: bool) -> None:
     whole = said(model)
@@ -236,6 +237,7 @@ def test_more_logprobs_than_the_server_has(model: Model) -> None:
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, said)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_extras_have_the_dtype_of_the_models_default(model: Model, dtype: torch.dtype) -> None:
     """As numbers, and in the form in which captures come back."""

@@ -286,6 +286,7 @@ DETACHED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("name", DETACHED)
 def test_a_detached_value_has_no_gradient_and_all_others_have(name: str) -> None:
     f = DETACHED[name]
@@ -646,12 +647,14 @@ def test_a_value_that_is_no_tensor_on_a_mesh_of_one_rank(placement: Any) -> None
 FIRST = settings(max_examples=2000, database=None, phases=[Phase.generate])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*surrounded.STEPS, *surrounded.COLLECTIVE_STEPS])
 def test_every_step_is_drawn(name: str) -> None:
     case = find(surrounded.surrounded_shards(), lambda case: name in case.code, settings=FIRST)
     assert name in case.code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", surrounded.FIRST_CALLS)
 def test_every_first_call_is_drawn(first: str) -> None:
     case = find(surrounded.surrounded_shards(), lambda case: case.first == first, settings=FIRST)
@@ -746,6 +749,7 @@ PLANTED: dict[str, tuple[Callable[[], AbstractContextManager[Any]], SurroundedSh
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_bugs_show_in_drawn_surroundings(name: str) -> None:
@@ -756,6 +760,7 @@ def test_planted_bugs_show_in_drawn_surroundings(name: str) -> None:
     surroundings_of_shards_change_nothing(case)
 
 
+@pytest.mark.slow
 def test_a_call_that_torch_compiles_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other code is not marked as what the compiler passes over: it looks into the call, and finds
     that."""
@@ -800,6 +805,7 @@ def test_results_of_any_shapes_are_placed_or_refused(case: RankResults) -> None:
     check_results(case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*get_args(Placement), weft.PerRank])
 def test_every_placement_of_a_result_is_drawn(kind: type) -> None:
     find(rank_results(), lambda case: isinstance(case.placement, kind) and case.parts[0].ndim == 0)

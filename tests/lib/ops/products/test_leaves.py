@@ -49,7 +49,7 @@ def check_shares(run: Callable[[Tensor, slice, int], Tensor], tokens: int, colum
             )
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.one_of(12, 3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -135,7 +135,7 @@ def test_adapters(device: str, dtype: torch.dtype) -> None:
         check_shares(run, len(x), columns)
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.one_of(8, 2)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("sizes", [(32, 256, 512, 4), (6, 128, 512, 2)], ids=str)
@@ -183,7 +183,7 @@ def test_experts(device: str, fp8: bool, sizes: tuple[int, int, int, int]) -> No
     ).item() < 1e-2
 
 
-@pytest.mark.one_of(5)
+@pytest.mark.one_of(12, 3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads", [(8, 1), (8, 2), (4, 4), (3, 3)], ids=str)

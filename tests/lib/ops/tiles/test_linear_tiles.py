@@ -91,6 +91,7 @@ def test_choices_for_shapes_held_out_are_near_the_best_of_a_full_search(
     assert worst <= 0.25
 
 
+@pytest.mark.one_of(2)
 @KINDS
 def test_measured_shapes_have_their_best_tiles(fp8: bool, cases: dict[bool, list[Case]]) -> None:
     losses = fit.losses(model(fp8), cases[fp8])
@@ -98,6 +99,7 @@ def test_measured_shapes_have_their_best_tiles(fp8: bool, cases: dict[bool, list
     assert np.percentile(losses, 90) <= 0.02
 
 
+@pytest.mark.one_of(2)
 @KINDS
 def test_another_record_would_be_noticed(fp8: bool, cases: dict[bool, list[Case]]) -> None:
     """A model whose measurements belong to other shapes chooses worse."""

@@ -234,6 +234,7 @@ def forgets_the_last(self: _Clocks, effect: Collective) -> float:
     return max(self.now[each] for each in effect.ranks[: max(1, len(effect.ranks) - 1)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", [begins_with_the_first, forgets_the_last])
 def test_planted_bugs_are_seen(bug: Callable[..., float], monkeypatch: pytest.MonkeyPatch) -> None:
     agrees()

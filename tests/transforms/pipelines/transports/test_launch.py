@@ -334,6 +334,7 @@ def test_ranks_do_not_outlive_their_launcher_and_leave_no_semaphores(tmp_path: P
     assert all(map(gone, pids))
 
 
+@pytest.mark.one_of(1, 2)
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ctrl_c_while_a_rank_is_asked_for_waits_until_it_has_been(

@@ -8,6 +8,8 @@ import stat
 import threading
 from pathlib import Path
 
+import pytest
+
 from weft.transforms.pipelines.transports.watching.places import Places
 
 
@@ -81,6 +83,7 @@ def write_for_ever(folder: Path) -> None:
         places.write(bytes(str(count), "ascii") * (1 + count % 2000))
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_whole_texts(tmp_path: Path) -> None:
     """Each text repeats one number, so that a torn text can be recognized."""
     process = mp.get_context("spawn").Process(target=write_for_ever, args=(tmp_path,))

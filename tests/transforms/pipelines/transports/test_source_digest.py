@@ -176,7 +176,7 @@ print(source_digest("advance", parse_config))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_is_the_same_in_every_process() -> None:
     said = {
         subprocess.run(
