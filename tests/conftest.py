@@ -3,12 +3,12 @@ short.
 
 `pytest` takes minutes: every law and every other drawn test on a few examples, every mutant on its
 stored case, one process test of each kind. `pytest --all` adds more examples of drawn tests, a
-search for a third of the mutants that are found soon, and the tests marked `slow`, among them those that show that
-other tests find a planted bug. `pytest --nightly` adds what is marked `nightly`: all examples of
-drawn tests and many of laws, a search for every mutant, the long proofs by z3, and cases over
-processes whose class another case in `--all` has; `.ci/nightly` runs it. `--rest` with either of
-them leaves out what a short run has, if only on fewer examples; the laws stay. `.ci/run` makes a
-short run first, and then one with `--all --rest`.
+search for a third of the mutants that are found soon, and the tests marked `slow`, among them those
+that show that other tests find a planted bug. `pytest --nightly` adds what is marked `nightly`: all
+examples of drawn tests and many of laws, a search for every mutant, the long proofs by z3, and
+cases over processes whose class another case in `--all` has; `.ci/nightly` runs it. `--rest` with
+either of them leaves out what a short run has, if only on fewer examples; the laws stay. `.ci/run`
+makes a short run first, and then one with `--all --rest`.
 """
 
 import gc
