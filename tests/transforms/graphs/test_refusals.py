@@ -251,7 +251,7 @@ REFUSED: dict[Callable[[Tensor], Any], str] = {
     writes_foreach: f"aten._foreach_add_.Scalar writes to x {NOT_OWN}",
     writes_outside: f"aten.copy_.default writes to a tensor from outside it {NOT_OWN}",
     writes_outside_index: "writes to a tensor from outside it of shape (), which it does not own",
-    writes_storage_item: "aten.copy_.default writes to x of shape (), which it does not own",
+    writes_storage_item: "writes to x of shape (), which it does not own",
     writes_storage: "aten.fill_.Scalar writes to x of shape (16,), which it does not own",
     writes_outside_storage: (
         "writes to a tensor from outside it of shape (16,), which it does not own"
