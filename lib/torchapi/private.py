@@ -7,6 +7,7 @@ import ctypes
 import functools
 import gc
 import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self, TypeVar
 
@@ -510,13 +511,19 @@ def switches_put_back() -> Callable[[], list[str]]:
     """A function that restores the settings (including the default device) that have changed by the
     time it is called, and returns their names."""
     before = _settings()
+    properties = [(name, get(), get, put) for name, get, put in _backend_properties()]
 
     def put_back() -> list[str]:
         now = _settings()
         changed = {name: value for name, value in before.items() if now[name] != value}
         for name, value in changed.items():
             _SETTERS[name](value)
-        return list(changed)
+        names = list(changed)
+        for name, value, get, put in properties:
+            if get() != value:
+                put(value)
+                names.append(name)
+        return names
 
     return put_back
 
@@ -531,35 +538,58 @@ def _settings() -> dict[str, Any]:
     }
 
 
-# The precisions that `torch.backends` sets, by back end and kind of operator. What is not set has
-# that of its back end, and this the generic one.
+@functools.cache
+def _backend_properties() -> tuple[tuple[str, Callable[[], Any], Callable[[Any], None]], ...]:
+    """The name of each property of a module of `torch.backends`, its getter and its setter, but for
+    precisions of float32."""
+    return tuple(
+        (f"{name}.{key}", prop.getter, prop.setter)
+        for name, module in sorted(sys.modules.items())
+        if name.startswith("torch.backends.")
+        for key, prop in vars(type(module)).items()
+        if isinstance(prop, torch.backends.ContextProp) and not key.endswith(("32", "precision"))
+    )
+
+
+# The precisions of float32 that `torch.backends` sets, by back end and kind of operator. What is not
+# set has that of its back end, and this the generic one.
 _PRECISIONS = (
     ("generic", "all"),
     ("cuda", "all"),
     ("cuda", "matmul"),
+    ("cuda", "conv"),
+    ("cuda", "rnn"),
     ("mkldnn", "all"),
     ("mkldnn", "matmul"),
     ("mkldnn", "conv"),
     ("mkldnn", "rnn"),
 )
+# The older functions that get and set some of them. They have a memory of their own: torch raises
+# an error where what one of them was last given is not what is set.
+_OLDER_PRECISIONS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
+)
 
 
-def _float32_precisions() -> tuple[str | None, ...]:
-    """What `torch.set_float32_matmul_precision` was last given, and those of `torch.backends`. That
-    function sets some of the others too; torch keeps both, and tells neither where they differ."""
-    try:
-        of_matmul = torch.get_float32_matmul_precision()
-    except RuntimeError:  # they differ
-        of_matmul = None
-    return (of_matmul, *(torch._C._get_fp32_precision_getter(*at) for at in _PRECISIONS))
+def _float32_precisions() -> tuple[Any, ...]:
+    """What each of the older functions says, None if it is an error; and each precision."""
+    said = []
+    for get, _ in _OLDER_PRECISIONS:
+        try:
+            said.append(get())
+        except RuntimeError:
+            said.append(None)
+    return (*said, *(torch._C._get_fp32_precision_getter(*at) for at in _PRECISIONS))
 
 
-def _set_float32_precisions(precisions: tuple[str | None, ...]) -> None:
-    of_matmul, *others = precisions
-    if of_matmul is not None:
-        torch.set_float32_matmul_precision(of_matmul)
-    for at, precision in zip(_PRECISIONS, others, strict=True):
-        torch._C._set_fp32_precision_setter(*at, precision)
+def _set_float32_precisions(values: tuple[Any, ...]) -> None:
+    count = len(_OLDER_PRECISIONS)
+    for (_, set_older), value in zip(_OLDER_PRECISIONS, values[:count], strict=True):
+        if value is not None:
+            set_older(value)
+    for at, value in zip(_PRECISIONS, values[count:], strict=True):
+        torch._C._set_fp32_precision_setter(*at, value)
 
 
 def _set_autocast(dtypes: tuple[torch.dtype | None, ...]) -> None:

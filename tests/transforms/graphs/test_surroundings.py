@@ -2,6 +2,7 @@
 ones."""
 
 import contextlib
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -87,14 +88,6 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
             torch.backends.cuda.matmul.allow_tf32,
         ),
     ),
-    "float32 precision, of convolutions": (
-        lambda: setattr(torch.backends.mkldnn.conv, "fp32_precision", "bf16"),
-        lambda: torch.backends.mkldnn.conv.fp32_precision,
-    ),
-    "float32 precision, of everything": (
-        lambda: setattr(torch.backends, "fp32_precision", "tf32"),
-        lambda: torch.backends.fp32_precision,
-    ),
     "kernels of attention": (
         lambda: torch.backends.cuda.enable_flash_sdp(False),
         torch.backends.cuda.flash_sdp_enabled,
@@ -110,7 +103,6 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 def test_a_setting_that_the_function_changes_is_refused_and_put_back(name: str) -> None:
     change, read = SETTINGS[name]
     before = read()
-    setting = name.partition(",")[0]
 
     def changing(x: Tensor) -> Tensor:
         change()
@@ -119,10 +111,41 @@ def test_a_setting_that_the_function_changes_is_refused_and_put_back(name: str) 
     for _ in range(2):
         with pytest.raises(
             CaptureError,
-            match=rf"it changes a setting of torch \({setting}\) for the code after it",
+            match=rf"it changes a setting of torch \({name}\) for the code after it",
         ):
             graphify(changing)(X)
         assert read() == before
+
+
+# Every setting of a back end that torch has, and a value of it that is not its default.
+PROPERTIES = {
+    f"{module_name}.{key}": (module, key, other)
+    for module_name, module in sorted(sys.modules.items())
+    if module_name.partition(".backends")[0] == "torch" and module_name != "torch"
+    for key, prop in vars(type(module)).items()
+    if isinstance(prop, torch.backends.ContextProp)
+    for other in [{True: False, False: True, "none": "ieee", 10: 11}.get(prop.getter())]
+    if other is not None
+}
+
+
+def all_properties() -> dict[str, Any]:
+    return {name: getattr(module, key) for name, (module, key, _) in PROPERTIES.items()}
+
+
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_a_setting_of_a_back_end_is_refused_and_put_back(name: str) -> None:
+    module, key, other = PROPERTIES[name]
+    before = all_properties()
+
+    def changing(x: Tensor) -> Tensor:
+        setattr(module, key, other)
+        return x * 2
+
+    for _ in range(2):
+        with pytest.raises(CaptureError, match=r"it changes a setting of torch \("):
+            graphify(changing)(X)
+        assert all_properties() == before
 
 
 def test_a_setting_that_the_function_puts_back_itself_is_not_refused() -> None:
