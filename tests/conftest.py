@@ -14,6 +14,7 @@ makes a short run first, and then one with `--all --rest`.
 import gc
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import Generator, Iterator
 from typing import Literal
@@ -69,8 +70,25 @@ def pytest_collection() -> Generator[None, object, object]:
     gc.disable()
     collected = yield
     gc.enable()
-    gc.freeze()
+    _freeze_modules()
     return collected
+
+
+# The number of modules when `_freeze_modules` was last called.
+_num_frozen = 0
+
+
+def _freeze_modules() -> None:
+    global _num_frozen
+    gc.freeze()
+    _num_frozen = len(sys.modules)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Do so with what tests imported meanwhile: torch's compiler alone is half a million objects."""
+    if len(sys.modules) > _num_frozen + 20:
+        _freeze_modules()
 
 
 def pytest_unconfigure() -> None:
