@@ -69,6 +69,7 @@ def pytest_collection() -> Generator[None, object, object]:
     through torch."""
     gc.disable()
     collected = yield
+    gc.set_threshold(50_000, 20, 20)  # 700 at first: tests that ask for a collection call for it
     gc.enable()
     _freeze_modules()
     return collected

@@ -266,6 +266,7 @@ def test_the_demo_checkpoint_is_small() -> None:
     assert sum(file.stat().st_size for file in files) <= DEMO_BYTES
 
 
+@pytest.mark.slow
 def test_imports_point_one_way() -> None:
     def looks_down(record: Import) -> bool:
         return FOLDERS.index(sources()[record.at].folder) < FOLDERS.index(
@@ -416,6 +417,13 @@ def test_no_optional_package_is_imported_before_it_is_used() -> None:
     for use, loaded in zip(USES, loaded_by(*USES), strict=True):
         assert "weft" in loaded
         assert loaded & OPTIONAL == set(), use
+
+
+def test_the_process_that_compiles_grammars_does_without_torch() -> None:
+    # Else the first structured answer of a server waits two seconds more.
+    (loaded,) = loaded_by("import weft.transforms.server.grammars.compiling")
+    assert "weft" in loaded
+    assert "torch" not in loaded
 
 
 def test_importing_weft_imports_nothing_else() -> None:

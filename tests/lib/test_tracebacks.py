@@ -37,6 +37,7 @@ def shown(*cells: str, **environment: str) -> list[str]:
     return result.stdout.split("\0")[:-1]
 
 
+@pytest.mark.slow
 def test_the_users_lines_and_the_text_alone_are_shown() -> None:
     mistake, reads, bug = shown(MISTAKE, READS, BUG)
     assert mistake.splitlines()[2:] == [

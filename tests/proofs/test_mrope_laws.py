@@ -45,6 +45,7 @@ def test_laws_under_a_ladder(law: str, device: str, data: st.DataObject) -> None
     WITH_LADDER[law](scenario, ladder, device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @given(data=st.data())
 @SETTINGS

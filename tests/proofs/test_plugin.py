@@ -164,6 +164,7 @@ def test_profiles(
     done.stdout.fnmatch_lines([f"*profile: {SEEN[name]}*"])
 
 
+@pytest.mark.slow
 def test_no_profile_leaves_hypothesis_alone(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(PROFILE)
     run(pytester, "-s").stdout.fnmatch_lines(["*profile: 100 False False False*"])
@@ -177,6 +178,7 @@ def test_a_profile_that_there_is_not(
     done.stderr.fnmatch_lines(["*weft's profile is 'fast': write one of ci, gpu, explore"])
 
 
+@pytest.mark.slow
 def test_without_hypothesis(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     pytester.makepyfile(sitecustomize=MISSING, test_one="def test_one(): pass")
     monkeypatch.setenv(
@@ -221,6 +223,7 @@ def test_a_file_of_traces_is_written(
     ] == []
 
 
+@pytest.mark.slow
 def test_it_imports_neither_torch_nor_hypothesis(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_one="def test_one(): pass")
     code = (

@@ -229,6 +229,7 @@ def test_the_output_is_that_of_the_whole_model(
     tree_map(lambda x, y: torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4), actual, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_no_logits_are_gathered_unless_they_are_kept(
     num_ranks: int, monkeypatch: pytest.MonkeyPatch

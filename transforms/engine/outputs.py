@@ -16,9 +16,9 @@ from weft.ops.requests import LAST_TOKEN
 from weft.transforms.engine.completion import CompletionState
 from weft.transforms.engine.detokenizing import special_ids
 from weft.transforms.engine.requests.host_state import Request, find_open
+from weft.transforms.engine.requests.mask_budget import MaskBudget
 from weft.transforms.engine.requests.masks import (
     Mask,
-    MaskBudget,
     RequestMask,
     blame,
     budget_of,

@@ -10,6 +10,7 @@ from weft.proofs.evidence.runs import fuzz as module
 from weft.proofs.evidence.runs.fuzz import fuzz, main
 
 
+@pytest.mark.slow
 def test_what_became_of_them_is_counted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

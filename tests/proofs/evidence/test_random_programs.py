@@ -23,6 +23,7 @@ from weft.proofs.evidence.runs.random_programs import Run, main, run
 FIRST = settings(phases=[Phase.generate], max_examples=2_000)
 
 
+@pytest.mark.slow
 def test_few_programs_are_refused_and_most_calls_replay(runs_nightly: bool) -> None:
     count = 100 if runs_nightly else 40
     report = run(count)

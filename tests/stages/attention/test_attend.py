@@ -83,6 +83,7 @@ def entropic(config: Any, layer: Any, q: Tensor, kv_pages: Tensor, batch: Resolv
     return weighted_values(weights, kv_pages, batch)
 
 
+@pytest.mark.slow
 def test_entropies_of_attention_are_those_of_transformers(model: Model) -> None:
     entropic_model = model.with_stages(
         attend=entropic, captures={"entropy": torch.zeros(model.config.num_heads)}
@@ -159,6 +160,7 @@ def test_a_logit_lens_is_that_of_transformers(model: Model) -> None:
         )
 
 
+@pytest.mark.slow
 def test_logits_read_what_a_layer_captured_of_their_token(model: Model) -> None:
     """Contrast with an early layer (DoLa, Chuang et al. 2023): drafts and padding included, from
     another stage."""

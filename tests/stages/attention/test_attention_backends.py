@@ -133,6 +133,7 @@ def in_place(q: Tensor, kv_pages: Tensor, *where: Any) -> Tensor:
     return q.copy_(TORCH.attend(q, kv_pages, *where))
 
 
+@pytest.mark.slow
 def test_a_result_in_the_queries_memory_is_replayed(model: Model) -> None:
     expected = tokens(model)
     for capability in CAPABILITIES[1:]:
@@ -284,6 +285,7 @@ def test_a_write_to_what_other_layers_read_is_an_error(model: Model, capability:
                 generate(model.with_stages(attend=backend), PROMPTS, max_tokens=2, graph=mode)
 
 
+@pytest.mark.slow
 def test_writes_are_not_counted_where_torch_counts_none(model: Model) -> None:
     custom_model = model.with_stages(attend=AttentionBackend("mine", TORCH.attend))
     expected = tokens(model)

@@ -93,6 +93,7 @@ def test_a_steered_layer_is_transformers_with_a_hook(model: Model, reference: An
         assert tokens(steered, **way) == expected, way
 
 
+@pytest.mark.slow
 def test_a_feed_forward_of_ones_own_is_transformers_with_a_hook(
     model: Model, reference: Any
 ) -> None:
@@ -108,6 +109,7 @@ def test_a_feed_forward_of_ones_own_is_transformers_with_a_hook(
         assert tokens(halved_model, **way) == expected, way
 
 
+@pytest.mark.slow
 def test_an_attention_of_ones_own_is_transformers_with_a_hook(model: Model, reference: Any) -> None:
     for layer in reference.model.layers:
         layer.self_attn.register_forward_hook(lambda module, args, out: (-out[0], *out[1:]))
@@ -122,6 +124,7 @@ def test_an_attention_of_ones_own_is_transformers_with_a_hook(model: Model, refe
         assert tokens(negated_model, **way) == expected, way
 
 
+@pytest.mark.slow
 def test_a_norm_of_ones_own_is_transformers_with_a_hook(model: Model, reference: Any) -> None:
     for layer in reference.model.layers:
         for part in (layer.input_layernorm, layer.post_attention_layernorm):
@@ -182,6 +185,7 @@ def test_changes_follow_one_another(model: Model) -> None:
     assert tokens(both) == tokens(at_once) != tokens(model.with_stages(layers={0: doubled}))
 
 
+@pytest.mark.slow
 def test_a_transformed_stage_runs_in_every_way(model: Model) -> None:
     """A transform of whole stages, which sees the state and the batch: here it changes nothing but
     a count."""

@@ -192,6 +192,7 @@ def tokens(model: Model, **options: Any) -> list[list[int]]:
     return [c.token_ids for c in generate(model, PROMPTS, max_tokens=16, **options)]
 
 
+@pytest.mark.slow
 def test_contrastive_decoding_is_that_of_transformers(
     expert: Model, amateur: Model, expected: list[list[int]]
 ) -> None:

@@ -130,6 +130,7 @@ NOTHING: Any = {
 }
 
 
+@pytest.mark.slow
 def test_requests_wait_for_pages_where_few_are_asked_for(run: Weft) -> None:
     report = measured(run, "--num-pages", "1")
     assert report["wanted"]["num_pages"] == 1
@@ -270,6 +271,7 @@ def test_a_checkpoint_in_ranks_of_its_own_and_a_file(run: Weft, tmp_path: Path) 
     )
 
 
+@pytest.mark.slow
 def test_random_weights_for_a_folder(run: Weft) -> None:
     code, out, _ = run(
         "--model", str(DEMO), "--load-format", "dummy", "--device", "cpu", "--json", *SMALL
@@ -353,11 +355,13 @@ def test_the_score_is_that_of_the_models_own_logits(run: Weft) -> None:
     assert report["scores"][0]["bits_per_token"] == pytest.approx(bits / count, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_ranks_of_their_own_score_the_same(run: Weft) -> None:
     code, report = scored(run, "--pp", "1,2", "--graph", "full")
     assert (code, [score["stages"] for score in report["scores"]]) == (0, [1, 2])
 
 
+@pytest.mark.slow
 def test_long_texts_go_in_windows_and_bytes_are_those_that_are_scored(
     run: Weft, tmp_path: Path
 ) -> None:

@@ -93,6 +93,7 @@ def test_each_rank_imports_them(run: Weft) -> None:
     assert (code, json.loads(out)["token_ids"]) == (0, completion.token_ids)
 
 
+@pytest.mark.slow
 def test_bench_runs_them(run: Weft) -> None:
     lengths = ("--input-len", "4", "--output-len", "4", "--num-prompts", "3")
     flags = ("--stages", "own_stages_of_a_test:negated")

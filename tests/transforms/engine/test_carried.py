@@ -238,6 +238,7 @@ def test_other_processes() -> None:
     assert served(Local(), "snapshot") == served(Local(), "recompute") == expected
 
 
+@pytest.mark.slow
 def test_completions_of_one_prompt_carry_their_own(recurrent: Model) -> None:
     """They share the prompt's pages as far as the policy lets them."""
     params = SamplingParams(temperature=1.0, seed=3, n=3)

@@ -31,6 +31,7 @@ def ended(engine: Engine) -> dict[str, CompletionState]:
     return {output.id: output.track for output in engine if output.finish_reason is not None}
 
 
+@pytest.mark.slow
 def test_a_hundred_times_the_pages_are_served_in_their_turn() -> None:
     engine = Engine(small_model(), attrs.evolve(SMALL, num_pages=4), graph="none")
     prompts = {str(i): (1 + i % 7, i % 5, i % 3) for i in range(400)}

@@ -19,7 +19,7 @@ from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits
 from weft.transforms.engine.outputs import MaskClock, OutputProcessor, RequestOutput
 from weft.transforms.engine.requests.host_state import Request
-from weft.transforms.engine.requests.masks import MaskBudget
+from weft.transforms.engine.requests.mask_budget import MaskBudget
 from weft.transforms.engine.steps.step import Edits, Work
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.transports.launch import launch

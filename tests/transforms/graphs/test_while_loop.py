@@ -75,7 +75,7 @@ def test_python_values_in_the_carry_stay(value: Any) -> None:
         assert (total.tolist(), repr(unchanged)) == ([5, 5], repr(value))
 
 
-@pytest.mark.one_of(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [None, 1, 7])
 def test_torch_compile_of_it_is_the_python_loop(most: int | None) -> None:
     torch.compiler.reset()

@@ -49,6 +49,7 @@ def listener(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
         assert not thread.is_alive()
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     "sent", [b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\na: "], ids=str
 )
@@ -72,6 +73,7 @@ def test_a_second_head_on_a_connection_has_its_time_too(listener: Served) -> Non
         assert client.recv(100) == b""
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("path", ["/nothing", "/v1/completions"])
 def test_a_body_that_goes_on_after_its_answer_closes_the_connection(
     listener: Served, path: str
@@ -92,6 +94,7 @@ def test_a_body_that_goes_on_after_its_answer_closes_the_connection(
         assert read.split()[1] in (b"404", b"413")
 
 
+@pytest.mark.slow
 def test_an_answer_that_takes_longer_than_a_head_is_whole(
     listener: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,6 +104,7 @@ def test_an_answer_that_takes_longer_than_a_head_is_whole(
     assert (response.status_code, response.json()["usage"]["completion_tokens"]) == (200, 100)
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_is_left_and_keeps_nobody_waiting(listener: Served) -> None:
     body = {**BODY, "max_tokens": 400, "n": 4, "logprobs": 5, "stream": True}
     raw = request_bytes("/v1/completions", json.dumps(body).encode())
@@ -124,6 +128,7 @@ def test_a_client_that_does_not_read_is_left_and_keeps_nobody_waiting(listener: 
     assert listener.host.engine.stats().pages_held == 0
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     "raw",
     [b"\x16\x03\x01\x02", b"GET / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n", b"A" * 70_000],
@@ -194,6 +199,7 @@ def test_of_requests_at_once_the_first_is_answered_and_the_connection_closes(
         assert response.body.endswith(b"data: [DONE]\n\n")
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_after_a_second_request_ends_the_first(
     listener: Served, stream: bool
@@ -280,6 +286,7 @@ def test_a_client_that_goes_as_an_output_comes_is_not_missed(turns: int) -> None
     assert asyncio.run(run()) <= 5
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     "sent", [b"", b"transfer-encoding: chunked\r\n\r\n0\r\n"], ids=["a head", "trailers"]
 )

@@ -22,7 +22,7 @@ from serving import BODY, Served, ask, served, standing_still, until
 from weft.stages.checkpoints.chat import ChatTemplate
 from weft.stages.model import Model
 from weft.transforms.engine.options import EngineLimits
-from weft.transforms.engine.requests.masks import MaskBudget
+from weft.transforms.engine.requests.mask_budget import MaskBudget
 from weft.transforms.server import app, host, templates
 from weft.transforms.server.bodies import ServerLimits, UnfinishedBodies
 from weft.transforms.server.browsers import is_loopback, refuse_browsers
@@ -106,6 +106,7 @@ def test_a_server_for_others_has_any_name_but_refuses_pages_of_other_sites() -> 
     assert not is_loopback("0.0.0.0")
 
 
+@pytest.mark.slow
 def test_what_curl_sends_is_answered_and_what_a_page_sends_is_not(model: Model) -> None:
     with served(model, is_local=True) as server:
         form = {"content-type": "application/x-www-form-urlencoded"}  # what `curl -d` writes

@@ -272,6 +272,7 @@ def test_a_streamed_chat(client: Any) -> None:
     )
 
 
+@pytest.mark.slow
 def test_asynchronous_clients_at_once(server: Served, model: Model) -> None:
     prompts = [f"{PROMPT} {number}" for number in range(12)]
 

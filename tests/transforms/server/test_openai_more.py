@@ -74,6 +74,7 @@ def client(wide: Served) -> Iterator[Any]:
         yield openai_client
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("kind", [Size, Shape], ids=["fields", "a union"])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_parsed_chat(client: Any, kind: Any, seed: int) -> None:
@@ -292,6 +293,7 @@ def test_a_key(model: Model) -> None:
         assert error.value.code == "invalid_api_key"
 
 
+@pytest.mark.slow
 def test_a_busy_server_is_asked_again(model: Model) -> None:
     with served(
         model, max_waiting=0, limits=EngineLimits(max_num_reqs=1, max_model_len=128)

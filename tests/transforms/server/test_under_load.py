@@ -35,6 +35,7 @@ def is_idle(server: Served) -> bool:
     return server.host.engine.is_idle and server.host.engine.stats().pages_held == 0
 
 
+@pytest.mark.slow
 def test_more_requests_than_may_wait_are_refused(model: Model) -> None:
     async def ask(url: str) -> list[Any]:
         async with httpx.AsyncClient(timeout=60) as client:

@@ -15,6 +15,7 @@ from weft.batches.sampling import SamplingParams
 from weft.errors import RequestError
 from weft.ops.sampling.logits import pack_bits
 from weft.stages.model import Model
+from weft.transforms.engine.requests.mask_budget import MaskBudget
 
 Mask = Callable[[Sequence[int]], Tensor | Iterable[int] | None]
 """A user's function that says, before each token of a request, which tokens are allowed: a grammar,
@@ -32,35 +33,6 @@ error, since all other requests wait while masks are computed."""
 # A mask may return at most this many times `vocab_size` ids, repeats included; more is an error,
 # since the iterator may be endless.
 _MAX_REPEATS = 16
-
-
-@attrs.frozen(kw_only=True)
-class MaskBudget:
-    """The CPU time that the masks of a step may take. Each masked request of the step has an equal
-    share, for the masks of all its completions together.
-
-    Args:
-        step_seconds: in each step.
-        burst_seconds: beyond that, in sum. A step that takes less than `step_seconds` pays back the
-            rest.
-    """
-
-    step_seconds: float
-    burst_seconds: float
-
-    def share(self, num_requests: int) -> "MaskBudget":
-        """The budget of one of `num_requests` requests. Its burst is at least a whole step's
-        budget, so that a pause of the Python interpreter ends no request."""
-        burst = max(self.burst_seconds / num_requests, self.step_seconds)
-        return MaskBudget(step_seconds=self.step_seconds / num_requests, burst_seconds=burst)
-
-    def owed(self, debt: float, seconds: float) -> float:
-        """The debt after a step that took `seconds`, with a debt of `debt` before it."""
-        return max(0.0, debt + seconds - self.step_seconds)
-
-    def is_exceeded(self, debt: float, seconds: float) -> bool:
-        """Whether such a step exceeds the budget."""
-        return self.owed(debt, seconds) > self.burst_seconds
 
 
 def budget_of(mask: Mask | None) -> MaskBudget | None:

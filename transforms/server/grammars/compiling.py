@@ -20,9 +20,10 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import attrs
+import numpy as np
 
 from weft.errors import RequestError
-from weft.transforms.engine.requests.masks import MaskBudget
+from weft.transforms.engine.requests.mask_budget import MaskBudget
 from weft.transforms.server.grammars.matching import Matcher, Matchers, Tokens
 from weft.transforms.server.grammars.schemas import OPTIONS, prepare_schema
 
@@ -285,8 +286,6 @@ def try_out(
         _TooLarge: the masks exceed the budget, or the grammar allows no text.
         RequestError: llguidance gives up.
     """
-    import numpy as np
-
     size = len(tokens.tokens)
     for seed in range(_TRIED_SEEDS):
         matcher = start.fork()
@@ -297,7 +296,7 @@ def try_out(
         accepting = 0.0
         for count in range(use.num_tokens):
             begin = time.thread_time()
-            bits = matcher.allowed().numpy()
+            bits = matcher.allowed()
             seconds = accepting + time.thread_time() - begin
             if limits.budget.is_exceeded(debt, use.n * seconds):
                 times = f" for each of {use.n} completions" * (use.n > 1)

@@ -14,11 +14,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
+import torch
 from torch import Tensor
 
 from weft.errors import RequestError
 from weft.stages.model import Model
-from weft.transforms.engine.requests.masks import Mask, MaskBudget
+from weft.transforms.engine.requests.mask_budget import MaskBudget
+from weft.transforms.engine.requests.masks import Mask
 from weft.transforms.server.commands import MakeMask
 from weft.transforms.server.grammars.compiling import (
     SHORT_USE,
@@ -200,7 +202,7 @@ class _GrammarMask:
             matcher = before.matcher
         for token in rest:
             matcher.accept(token)
-        return _State(matcher, matcher.allowed())
+        return _State(matcher, torch.from_numpy(matcher.allowed()))
 
 
 def _tokens_of(model: Model) -> Tokens:

@@ -1,19 +1,21 @@
 """`Matcher`: which tokens a grammar allows next, by llguidance
-(https://github.com/guidance-ai/llguidance)."""
+(https://github.com/guidance-ai/llguidance). It imports no torch, since the process that compiles
+grammars does not need it."""
 
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import attrs
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from weft.errors import RequestError
-from weft.ops.sampling.logits import pack_bits
 from weft.transforms.engine.detokenizing import special_ids
 from weft.transforms.server.vocabulary import Vocabulary
 
+Bits = npt.NDArray[np.int32]
+"""One bit for each token, lowest bit first: [ceil(vocab_size / 32)] int32."""
 # What llguidance says of a schema, without the lines of the grammar that weft has put around it.
 _OF_SCHEMA = re.compile(
     r"at \d+\(\d+\): failed to compile JSON schema: (.*?)(\n +\d+ \| |\Z)", re.DOTALL
@@ -67,7 +69,9 @@ class Matchers:
         )
         self._new: Any = llguidance.LLMatcher
         self._fill: Callable[..., None] = fill_next_token_bitmask
-        self._stops = pack_bits(tokens.stop_token_ids, len(tokens.tokens))
+        stops = np.zeros(-(-len(tokens.tokens) // 32) * 32, np.uint8)
+        stops[[*tokens.stop_token_ids]] = 1
+        self._stops: Bits = np.packbits(stops, bitorder="little").view(np.int32)
 
     def matcher(self, grammar: str) -> "Matcher":
         """A matcher at the start of a grammar in llguidance's dialect of Lark.
@@ -88,7 +92,7 @@ class Matcher:
         stops: the bits of the tokens that end an answer.
     """
 
-    def __init__(self, matcher: Any, fill: Callable[..., None], stops: Tensor) -> None:
+    def __init__(self, matcher: Any, fill: Callable[..., None], stops: Bits) -> None:
         self._matcher = matcher
         self._fill = fill
         self._stops = stops
@@ -107,15 +111,15 @@ class Matcher:
         self._matcher.consume_token(token)
         self._check()
 
-    def allowed(self) -> Tensor:
-        """The tokens that may be next, one bit each: [ceil(vocab_size / 32)] int32.
+    def allowed(self) -> Bits:
+        """The tokens that may be next.
 
         Raises:
             RequestError: none may, or llguidance gives up.
         """
         # Not `compute_bitmask`, whose array is longer where the size is a multiple of 32.
-        bits = torch.empty_like(self._stops)
-        self._fill(self._matcher, bits.numpy()[None])
+        bits = np.empty_like(self._stops)
+        self._fill(self._matcher, bits[None])
         self._check()
         # llguidance knows one token that ends a text. A model may have several, and each is as
         # good.

@@ -198,6 +198,7 @@ def test_no_more_is_computed_than_is_compared(
     assert {one.first_difference for one in weft.verify(huge, wide, **options)} == {3}
 
 
+@pytest.mark.slow
 def test_the_tokenizer_counts_where_texts_do(tmp_path: Path) -> None:
     model = weft.load("demo", "cpu", batch_invariant=True)
     assert model.tokenizer is not None
