@@ -285,6 +285,7 @@ def test_imports_point_one_way() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ROOMS)
 def test_rooms_stand_one_on_the_other(package: str) -> None:
     rooms = ROOMS[package]

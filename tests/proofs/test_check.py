@@ -100,7 +100,7 @@ def test_what_graphify_made_is_checked_with_its_options() -> None:
         check(graphed, STEP, donate_argnames="state")
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("f", [Masked, weft.axes], ids=["sums", "means"])
 def test_a_batch_with_a_mask_may_be_padded(f: Any) -> None:
     def step(params: Tensor, batch: Masked) -> Masked:
@@ -115,6 +115,7 @@ def test_a_batch_with_a_mask_may_be_padded(f: Any) -> None:
     assert [row[-3] for row in rows.values()] == ["holds"] * 6
 
 
+@pytest.mark.slow
 def test_the_mean_over_padding() -> None:
     def centred(batch: Rows) -> Rows:
         return attrs.evolve(batch, x=batch.x - batch.x.mean(0))
@@ -308,6 +309,7 @@ def test_a_write_to_an_argument() -> None:
     check(written, {"x": ROWS}, laws="pure", donate_argnames="x", max_examples=EXAMPLES)
 
 
+@pytest.mark.slow
 def test_a_buffer_that_a_function_returns_again() -> None:
     buffer = torch.zeros(3, 2)
 
@@ -368,6 +370,7 @@ def test_what_the_function_itself_raises() -> None:
     assert "calls = [{'x': torch.zeros(1, 2)}]" in note
 
 
+@pytest.mark.slow
 def test_a_model_keeps_its_laws() -> None:
     """Its state has a scratch row, which padding writes; a list of calls is one example."""
     scenario = find(

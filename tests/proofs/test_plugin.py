@@ -139,7 +139,7 @@ def test_the_code_of_a_counterexample_stands_apart(pytester: pytest.Pytester) ->
 SEEN = {"ci": "100 True True True", "gpu": "50 True True True", "explore": "1000 False True False"}
 
 
-@pytest.mark.one_of(6, 2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "name"),
     [
@@ -170,6 +170,7 @@ def test_no_profile_leaves_hypothesis_alone(pytester: pytest.Pytester) -> None:
     run(pytester, "-s").stdout.fnmatch_lines(["*profile: 100 False False False*"])
 
 
+@pytest.mark.slow
 def test_a_profile_that_there_is_not(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

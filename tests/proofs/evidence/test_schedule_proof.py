@@ -29,7 +29,7 @@ PROOFS: dict[str, Callable[[], Iterator[Verdict]]] = {
 }
 
 
-@pytest.mark.one_of(5)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.slow if name.startswith("4") else ()) for name in PROOFS],

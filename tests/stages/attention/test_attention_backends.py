@@ -157,6 +157,7 @@ def test_a_copy_is_registered_anew() -> None:
     assert pickle.loads(pickle.dumps(TORCH)) is TORCH
 
 
+@pytest.mark.slow
 def test_pages_have_the_size_that_all_back_ends_have(model: Model) -> None:
     paged = AttentionBackend("paged", TORCH.attend, page_sizes=(8,))
     small = model.with_stages(attend=paged)

@@ -176,6 +176,7 @@ def test_several_stages_refuse_what_one_refuses(
         )
 
 
+@pytest.mark.slow
 def test_the_warm_up_of_a_pipeline_finds_what_nobody_captures(model: Model) -> None:
     engine = Engine(
         model.with_stages(layers={5: sowing("a")}, captures={"a": ONE, "b": ONE}), pipeline=2

@@ -140,6 +140,7 @@ def test_a_norm_of_ones_own_is_transformers_with_a_hook(model: Model, reference:
         assert tokens(doubled_model, **way) == expected, way
 
 
+@pytest.mark.slow
 def test_logits_of_ones_own(model: Model) -> None:
     """Logits of the opposite sign, and logprobs of the changed distribution, of the prompt too."""
     negated_model = model.with_stages(logits=lambda logits, rows, extras: -logits)
@@ -206,6 +207,7 @@ def test_a_transformed_stage_runs_in_every_way(model: Model) -> None:
         assert descriptors
 
 
+@pytest.mark.slow
 def test_a_stage_without_attention_is_one_piece(model: Model) -> None:
     def alone(layer: Any) -> Any:
         return lambda params, kv_pages, batch, tables, hidden: (

@@ -202,6 +202,7 @@ def test_contrastive_decoding_is_that_of_transformers(
         assert tokens(contrastive_model, **way) == expected, way
 
 
+@pytest.mark.slow
 def test_pages_are_shared_preempted_and_forked(
     expert: Model, amateur: Model, expected: list[list[int]]
 ) -> None:

@@ -138,6 +138,7 @@ def test_requests_wait_for_pages_where_few_are_asked_for(run: Weft) -> None:
     assert report["num_steps"] == 35, "one request of one page after the other"
 
 
+@pytest.mark.slow
 def test_the_tables_are_for_reading(run: Weft) -> None:
     code, out, err = run("--preset", "tiny", "--device", "cpu", *SMALL)
     assert (code, err) == (0, "")
@@ -334,6 +335,7 @@ def test_the_shipped_checkpoint_scores_the_same_in_every_mode_and_split(run: Wef
         assert (score["replayed"] > 0) == (score["graph"] != "none")
 
 
+@pytest.mark.slow
 def test_the_score_is_that_of_the_models_own_logits(run: Weft) -> None:
     transformers = pytest.importorskip("transformers")
     reference = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)

@@ -35,6 +35,7 @@ def file(run: Weft, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     "how",
     [

@@ -95,6 +95,7 @@ def test_a_batch_invariant_sampler_s_bits(kind: str, device: str) -> None:
                 assert all(x[len(ids) - 1 :].tolist() == one.logprobs for x, ids, one in pairs)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_adapter_per_sequence_gives_the_engine_s_bits(device: str) -> None:
     """In one step, in several, and each alone; by `generate` and by an engine in another split and

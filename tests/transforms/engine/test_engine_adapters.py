@@ -109,7 +109,7 @@ def serve(engine: Engine, names: Any, prompts: list[list[int]]) -> list[list[int
     return [tokens[name] for name in ids]
 
 
-@pytest.mark.one_of(4, 2)
+@pytest.mark.one_of(12, 4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("pipeline", [1, 2, 3])
 def test_tokens_are_those_of_peft(

@@ -239,6 +239,7 @@ def test_ranks_are_places_among_all_tokens(demo: Model, options: dict[str, Any])
         assert max(completion.ranks) > 3
 
 
+@pytest.mark.slow
 def test_ranks_do_not_depend_on_company(demo: Model) -> None:
     sampling_params = [
         SamplingParams(logprobs=2),

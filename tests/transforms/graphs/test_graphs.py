@@ -253,6 +253,7 @@ def test_signatures_are_bounded_with_the_plans_that_entries_hold(
     assert counts(g) == (1, 10, 3, 1)
 
 
+@pytest.mark.slow
 def test_calls_of_ever_new_signatures_do_not_fill_the_memory() -> None:
     g = graphify(lambda batch, n: batch.x, ladder=[BatchDescriptor(1, 1)], static_argnames="n")
     batch = rows(2)

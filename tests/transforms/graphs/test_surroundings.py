@@ -291,6 +291,7 @@ def test_the_fast_path_is_off_in_the_thread_of_the_call_alone() -> None:
     assert torch.backends.mha.get_fastpath_enabled()
 
 
+@pytest.mark.slow
 def test_attention_is_scripted_and_compiled_as_before_once_a_graph_has_asked() -> None:
     module, x = encoder(), torch.randn(2, 3, 8)
     graphify(lambda x: module(x))(x)

@@ -63,7 +63,7 @@ def listed(values: Any) -> list[int]:
     return [int(x) for x in values]
 
 
-@pytest.mark.one_of(7, 2)
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [1, 0.5, "a", None, (1, 2.0), torch.float32, float("nan")])
 def test_python_values_in_the_carry_stay(value: Any) -> None:
     def counted(x: Tensor) -> Any:
@@ -339,6 +339,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_carry_keeps_its_layout(layout: str, view: str) -> None:

@@ -31,6 +31,7 @@ def lines(program: Program) -> list[str]:
     return [str(effect) for effect in program.effects]
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("mbs", [0, 1, 2, 3, 7, 20])
 @pytest.mark.parametrize("feedback", [False, True])

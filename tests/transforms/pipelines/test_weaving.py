@@ -62,6 +62,7 @@ def test_the_picture_shows_a_shorter_fill() -> None:
     ]
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize(("p", "v"), [(1, 1), (1, 3), (2, 2), (3, 2), (4, 1)])
 @pytest.mark.parametrize("m", [0, 1, 2, 3, 5, 8])
 @pytest.mark.parametrize("feeds", [False, True])

@@ -317,7 +317,7 @@ def test_more_connections_than_may_be_are_refused(
     until(lambda: ask(listener, {**BODY, "max_tokens": 1}).status_code == 200)
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("connection", ["close", "keep-alive"])
 def test_an_end_of_an_answer_that_nobody_reads_has_a_clock(
     listener: Served, connection: str, monkeypatch: pytest.MonkeyPatch

@@ -245,6 +245,7 @@ def test_a_grammar_that_takes_its_time_keeps_nobody_waiting(model: Model) -> Non
         assert count > 5, "others were served meanwhile"
 
 
+@pytest.mark.slow
 def test_authorization_of_odd_forms(model: Model) -> None:
     with served(model, api_key="schlüssel") as server:
         for value in (
@@ -622,6 +623,7 @@ def test_masks_that_grow_slower_end_their_request_and_no_other(model: Model) -> 
         assert any("its masks took" in each.text for each in responses)
 
 
+@pytest.mark.slow
 def test_a_grammar_that_grows_is_refused_beside_an_innocent_stream(model: Model) -> None:
     """After 200 tokens its masks take milliseconds for each of 60 completions: many times what
     a step may take, on a faster machine too."""

@@ -48,6 +48,7 @@ def test_a_completion(client: Any, model: Model) -> None:
     assert (completion.object, completion.model) == ("text_completion", "demo")
 
 
+@pytest.mark.one_of(7)
 @pytest.mark.parametrize(
     "options",
     [
@@ -75,6 +76,7 @@ def test_parameters_mean_what_they_mean_in_the_library(
     assert (choice.text, choice.finish_reason) == (expected.text, expected.finish_reason)
 
 
+@pytest.mark.one_of(7)
 @pytest.mark.parametrize(
     "options",
     [

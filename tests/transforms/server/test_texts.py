@@ -54,6 +54,7 @@ def server_and_model(
         yield server, spaced
 
 
+@pytest.mark.one_of(2)
 def test_a_completion_keeps_its_first_space(server_and_model: tuple[Served, Model]) -> None:
     server, model = server_and_model
     assert model.tokenizer is not None

@@ -197,6 +197,7 @@ def test_fields_that_ask_for_nothing(server: Served) -> None:
     first_choice(server, "chat/completions", tools=[], tool_choice="none")
 
 
+@pytest.mark.slow
 def test_priorities_are_for_servers_that_have_them(model: Model) -> None:
     for has, status in ((False, 400), (True, 200)):
         with served(model, limits_of=ServerLimits(has_priorities=has)) as server:
@@ -237,7 +238,7 @@ def test_more_logprobs_than_the_server_has(model: Model) -> None:
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, said)
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_extras_have_the_dtype_of_the_models_default(model: Model, dtype: torch.dtype) -> None:
     """As numbers, and in the form in which captures come back."""

@@ -313,6 +313,7 @@ def doubled(hidden: Tensor, batch: Any) -> Tensor:
     return hidden
 
 
+@pytest.mark.slow
 def test_what_cannot_be_certified(model: Model) -> None:
     def refused(completion: weft.Completion) -> str:
         with pytest.raises(RequestError) as error:
