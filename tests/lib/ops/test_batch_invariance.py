@@ -261,7 +261,7 @@ def test_attention(device: str, window: int, dtypes: tuple[torch.dtype, torch.dt
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("vocab", [11, 5000, pytest.param(151_936, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("vocab", [11, 5000, pytest.param(151_936, marks=pytest.mark.nightly)])
 def test_draws_and_logprobs(device: str, vocab: int) -> None:
     logits = torch.randn(few(device), vocab, device=device).mul(3).to(torch.bfloat16)
     seeds, positions = (

@@ -22,7 +22,7 @@ JSON = {"content-type": "application/json"}
 STREAM = {"content-type": "text/event-stream; charset=utf-8"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_server_is_after_300_attacks_as_before(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

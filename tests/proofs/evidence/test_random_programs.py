@@ -62,7 +62,7 @@ def test_processes_share_the_programs_of_one_run() -> None:
     assert shared.differences == alone.differences == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_difference_is_made_small_and_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     [bug] = [mutant for mutant in MUTANTS if f"{mutant}" == "L24: nothing outside is compared"]
     with bug.plant():

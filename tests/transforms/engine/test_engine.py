@@ -137,7 +137,7 @@ def test_an_abort_ends_all_completions_and_frees_their_pages() -> None:
     assert (engine.is_idle, engine.stats().pages_held) == (True, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_thousand_requests_leave_nothing_behind() -> None:
     """There are as many pages, tensors and graphs at the end as after the first hundred requests."""
     engine = Engine(small_model(), SMALL, graph="full", run_ahead=1, num_logprobs=1)

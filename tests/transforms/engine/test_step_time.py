@@ -291,6 +291,7 @@ def test_no_measured_prompt_is_found_in_the_prefix_cache() -> None:
 _SLEEP = 0.01
 
 
+@pytest.mark.one_of(1, 3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "cohorts"),

@@ -63,6 +63,7 @@ def listed(values: Any) -> list[int]:
     return [int(x) for x in values]
 
 
+@pytest.mark.one_of(1, 3)
 @pytest.mark.slow
 @pytest.mark.parametrize("value", [1, 0.5, "a", None, (1, 2.0), torch.float32, float("nan")])
 def test_python_values_in_the_carry_stay(value: Any) -> None:
@@ -75,6 +76,7 @@ def test_python_values_in_the_carry_stay(value: Any) -> None:
         assert (total.tolist(), repr(unchanged)) == ([5, 5], repr(value))
 
 
+@pytest.mark.one_of(1, 3)
 @pytest.mark.slow
 @pytest.mark.parametrize("most", [None, 1, 7])
 def test_torch_compile_of_it_is_the_python_loop(most: int | None) -> None:
