@@ -1,21 +1,21 @@
 """Settings for every test: one thread per process, no network, and `--all`, without which a run is
 short.
 
-`pytest` takes minutes: every law and every other drawn test on a few examples, every mutant on its
-stored case, one process test of each kind. `pytest --all` adds more examples of drawn tests, a
-search for a third of the mutants that are found soon, and the tests marked `slow`, among them those
-that show that other tests find a planted bug. `pytest --nightly` adds what is marked `nightly`: all
-examples of drawn tests and many of laws, a search for every mutant, the long proofs by z3, and
-cases over processes whose class another case in `--all` has; `.ci/nightly` runs it. `--rest` with
-either of them leaves out what a short run has, if only on fewer examples; the laws stay. `.ci/run`
-makes a short run first, and then one with `--all --rest`.
+`pytest` takes minutes: every law and most drawn tests on a few examples, every mutant on its stored
+case, one process test of each kind. `pytest --all` adds tests marked `slow`, more cases of those
+marked `one_of`, more examples of drawn tests, and a search for one mutant of each law. `pytest
+--nightly` has everything: all cases, all examples of drawn tests and many of laws, a search for
+every mutant, the long proofs by z3, long runs and benchmarks; `.ci/nightly` runs it. `--rest` with
+either of them leaves out each test that a short run has, even where it would draw more examples;
+tests that ask for `runs_all`, such as that of the laws, stay. `.ci/run` makes a short run, and then
+one with `--all --rest`.
 """
 
 import gc
+import math
 import os
 import signal
 import sys
-from collections import Counter
 from collections.abc import Generator, Iterator
 from typing import Literal
 
@@ -34,6 +34,7 @@ torch.set_num_threads(1)
 # The most examples of a drawn test: in a short run, and with `--all`. With `--nightly` it has its own.
 FEW_EXAMPLES = 5
 SOME_EXAMPLES = 25
+_GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,7 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--nightly", action="store_true", help="as --all, with all examples and the long proofs"
     )
     parser.addoption(
-        "--rest", action="store_true", help="leave out what a run without --all has, but for laws"
+        "--rest", action="store_true", help="leave out each test that a run without --all has"
     )
 
 
@@ -54,10 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
     some tests press it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    text = (
-        "one_of(n, m=1): a short run takes every n-th of the test's parameters, --all every m-th,"
-        " --nightly all"
-    )
+    text = "one_of(n, m=1): a short run takes an n-th of the test's cases, --all an m-th, --nightly all"
     config.addinivalue_line("markers", text)
     config.addinivalue_line("markers", "slow: runs with --all and --nightly only")
     config.addinivalue_line("markers", "nightly: runs with --nightly only")
@@ -102,19 +100,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     `--nightly`."""
     nightly = config.getoption("nightly")
     everything = runs_everything(config)
-    left_out = [
-        item
-        for item in items
-        if (item.get_closest_marker("slow") and not everything)
-        or (item.get_closest_marker("nightly") and not nightly)
-    ]
-    beyond = set(_beyond_every_nth(items, "short"))
-    if not everything:
-        left_out += beyond
-    elif not nightly:
-        left_out += _beyond_every_nth(items, "all")
+    marked = {
+        name: {item for item in items if item.get_closest_marker(name)}
+        for name in ("slow", "nightly")
+    }
+    # What a short run has
+    unmarked = [item for item in items if item not in marked["slow"] | marked["nightly"]]
+    short = set(unmarked) - set(_beyond_one_of(unmarked, "short"))
+    if nightly:
+        chosen = set(items)
+    elif everything:
+        candidates = [item for item in items if item not in marked["nightly"]]
+        chosen = set(candidates) - set(_beyond_one_of(candidates, "all"))
+    else:
+        chosen = short
     if everything and config.getoption("rest"):
-        left_out += [item for item in items if item not in beyond and _is_in_a_short_run(item)]
+        chosen -= {item for item in short if "runs_all" not in getattr(item, "fixturenames", ())}
+    left_out = [item for item in items if item not in chosen]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         gone = set(left_out)
@@ -124,29 +126,49 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             _draw_at_most(SOME_EXAMPLES if everything else FEW_EXAMPLES, item)
 
 
-def _beyond_every_nth(
-    items: list[pytest.Item], run: Literal["short", "all"]
-) -> Iterator[pytest.Item]:
-    """The items that a run leaves out because of `one_of`."""
-    counts: Counter[str] = Counter()
+def _beyond_one_of(items: list[pytest.Item], run: Literal["short", "all"]) -> Iterator[pytest.Item]:
+    """The items that a run leaves out because of `one_of`. Those for a GPU are counted apart, since
+    a machine without one skips them."""
+    cases: dict[tuple[str, bool], list[pytest.Item]] = {}
     for item in items:
-        if (marker := item.get_closest_marker("one_of")) is not None:
-            test = item.nodeid.partition("[")[0]
-            if counts[test] % _takes_every(*marker.args)[run]:
-                yield item
-            counts[test] += 1
+        if item.get_closest_marker("one_of") is not None:
+            is_for_gpu = item.get_closest_marker("gpu") is not None
+            cases.setdefault((item.nodeid.partition("[")[0], is_for_gpu), []).append(item)
+    for of_test in cases.values():
+        marker = of_test[0].get_closest_marker("one_of")
+        assert marker is not None
+        count = -(-len(of_test) // _takes_every(*marker.args)[run])
+        yield from _spread(of_test)[count:]
+
+
+def _spread(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The cases of a test in an order in which the first few have as many values of each parameter
+    as they can, as every n-th has not: of two devices, every second case has one."""
+    values = {
+        item: frozenset(callspec.indices.items())
+        for item in items
+        if (callspec := getattr(item, "callspec", None)) is not None
+    }
+    # By multiples of the golden ratio: a few of many are far apart.
+    waiting = [
+        items[index] for index in sorted(range(len(items)), key=lambda index: index * _GOLDEN % 1)
+    ]
+    ordered: list[pytest.Item] = []
+    seen: set[tuple[str, object]] = set()
+    while waiting:
+        best = max(waiting, key=lambda item: len(values[item] - seen))
+        if seen and values[best] <= seen:
+            seen.clear()  # all values have come: once more
+            continue
+        seen |= values[best]
+        waiting.remove(best)
+        ordered.append(best)
+    return ordered
 
 
 def _takes_every(short: int, everything: int = 1) -> dict[str, int]:
     """The arguments of `one_of` by run."""
     return {"short": short, "all": everything}
-
-
-def _is_in_a_short_run(item: pytest.Item) -> bool:
-    """Whether a short run has this test, for those of its parameters that it takes, and the test
-    does not itself ask which run it is in."""
-    marked = any(item.get_closest_marker(name) for name in ("slow", "nightly"))
-    return not (marked or "runs_all" in getattr(item, "fixturenames", ()))
 
 
 def runs_everything(config: pytest.Config) -> bool:

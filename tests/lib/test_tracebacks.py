@@ -58,7 +58,7 @@ def test_the_users_lines_and_the_text_alone_are_shown() -> None:
     assert "hidden" not in bug
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_all_is_shown_if_the_environment_says_so() -> None:
     [mistake] = shown(MISTAKE, WEFT_FULL_TRACEBACKS="1")
     assert "hidden" not in mistake

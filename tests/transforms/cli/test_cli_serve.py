@@ -187,7 +187,7 @@ def test_an_address_of_a_family_that_is_not_there_is_left_out(
         serve._bound(options)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_request_whose_grammar_is_compiled_ends_after_a_signal() -> None:
     """The first grammar waits for the process of grammars to start."""
     responses: list[Any] = []
@@ -247,7 +247,7 @@ def test_what_it_does_before_it_listens() -> None:
     )
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_preset_has_random_weights_and_takes_token_ids() -> None:
     with serving("--graph", "none", model=("--preset", "tiny")) as (_, url):
         response = post(url, prompt=[1, 2, 3], max_tokens=5, ignore_eos=True)

@@ -231,7 +231,8 @@ def test_steps_are_measured() -> None:
     assert engine.add([1, 2], max_tokens=1) == "request 0"
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.one_of(1, 4)
 @pytest.mark.parametrize("options", [{}, {"pipeline": 2}], ids=str)
 @pytest.mark.parametrize("graph", ["none", "full_and_piecewise"])
 def test_each_measured_step_has_all_of_its_prompts(graph: str, options: dict[str, Any]) -> None:
