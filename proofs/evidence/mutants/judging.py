@@ -533,7 +533,7 @@ class _Chosen:
 
 # No workers of xdist, which the project's own settings start: the tests must be in the process that
 # forks. No cache, since the mutants' failures are none of the project.
-_ARGUMENTS = ("--all", "-n", "0", "-q", "-p", "no:cacheprovider")
+_ARGUMENTS = ("-n", "0", "-q", "-p", "no:cacheprovider")
 
 
 def run_fresh(
