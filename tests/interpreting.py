@@ -30,9 +30,17 @@ for request in map(json.loads, sys.stdin):
 """
 
 
-def drawn(count: int, every: int, runs_nightly: bool) -> range:
-    """The indices that this run has of `count` parameters marked `one_of(every, every)`."""
-    return range(0, count, 1 if runs_nightly else every)
+def chosen(request: pytest.FixtureRequest) -> list[int]:
+    """The values of the parameter `index` for which this run has tests of the fixture that asks."""
+    return sorted(
+        {
+            item.callspec.params["index"]
+            for item in request.session.items
+            if isinstance(item, pytest.Function)
+            and item.path == request.path
+            and request.fixturename in item.fixturenames
+        }
+    )
 
 
 @functools.cache

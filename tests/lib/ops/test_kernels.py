@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from interpreting import drawn, interpret
+from interpreting import chosen, interpret
 from kernel_cases import CASES, FP8, Case, randn
 from torch import Tensor
 
@@ -59,10 +59,10 @@ EVERY = 7
 
 @pytest.fixture(scope="module")
 def interpreted(
-    tmp_path_factory: pytest.TempPathFactory, runs_nightly: bool
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[int, tuple[Any, tuple[Any, ...]]]:
     """The cases of this run, by index, in one process: triton takes seconds to import."""
-    indices = drawn(len(CASES), EVERY, runs_nightly)
+    indices = chosen(request)
     cases = [CASES[index] for index in indices]
     calls = [
         (case.kernel, (*(case.args if case.kernel_args is None else case.kernel_args), *case.more))

@@ -8,7 +8,7 @@ import attrs
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from interpreting import drawn, interpret
+from interpreting import chosen, interpret
 from paged_cases import (
     DECODE,
     FIXED,
@@ -49,11 +49,11 @@ EVERY = 4
 
 @pytest.fixture(scope="module")
 def interpreted(
-    tmp_path_factory: pytest.TempPathFactory, runs_nightly: bool
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[int, tuple[Case, list[Tensor]]]:
     """The shapes of FIXED that this run has, by index, run by the kernels: the pages, and the
     result of both modes."""
-    indices = drawn(len(FIXED), EVERY, runs_nightly)
+    indices = chosen(request)
     cases = [draw_case(FIXED[index]) for index in indices]
     results = interpret(
         _INTERPRETED, [case.args for case in cases], tmp_path_factory.mktemp("interpreted")
