@@ -154,13 +154,13 @@ def _spread(items: list[pytest.Item]) -> list[pytest.Item]:
         items[index] for index in sorted(range(len(items)), key=lambda index: index * _GOLDEN % 1)
     ]
     ordered: list[pytest.Item] = []
-    seen: set[tuple[str, object]] = set()
+    covered: set[tuple[str, object]] = set()
     while waiting:
-        best = max(waiting, key=lambda item: len(values[item] - seen))
-        if seen and values[best] <= seen:
-            seen.clear()  # all values have come: once more
+        best = max(waiting, key=lambda item: len(values[item] - covered))
+        if covered and values[best] <= covered:
+            covered.clear()  # all values have come: once more
             continue
-        seen |= values[best]
+        covered |= values[best]
         waiting.remove(best)
         ordered.append(best)
     return ordered
