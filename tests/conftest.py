@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -141,19 +141,15 @@ def _beyond_one_of(items: list[pytest.Item], run: Literal["short", "all"]) -> It
         yield from _spread(of_test)[count:]
 
 
-def _spread(items: list[pytest.Item]) -> list[pytest.Item]:
+def _spread(items: list[Any]) -> list[Any]:
     """The cases of a test in an order in which the first few have as many values of each parameter
     as they can, as every n-th has not: of two devices, every second case has one."""
-    values = {
-        item: frozenset(callspec.indices.items())
-        for item in items
-        if (callspec := getattr(item, "callspec", None)) is not None
-    }
+    values = {item: frozenset(item.callspec.indices.items()) for item in items}
     # By multiples of the golden ratio: a few of many are far apart.
     waiting = [
         items[index] for index in sorted(range(len(items)), key=lambda index: index * _GOLDEN % 1)
     ]
-    ordered: list[pytest.Item] = []
+    ordered = []
     covered: set[tuple[str, object]] = set()
     while waiting:
         best = max(waiting, key=lambda item: len(values[item] - covered))

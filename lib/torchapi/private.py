@@ -529,9 +529,11 @@ def switches_put_back() -> Callable[[], list[str]]:
 
 
 def _settings() -> dict[str, Any]:
-    """The settings that a user may change. The order in which torch prefers attention kernels is
-    not one of them: torch itself sets it in the first call on a GPU."""
+    """The settings that a user may change, but for those of `_backend_properties`. The order in which
+    torch prefers attention kernels is not one of them: torch itself sets it in the first call on a
+    GPU."""
     settings = dict(switches()) | {"default device": default_device()}
+    del settings["cudnn"]  # properties and precisions
     return settings | {
         "float32 precision": _float32_precisions(),
         "kernels of attention": settings["kernels of attention"][:4],
@@ -573,14 +575,15 @@ _OLDER_PRECISIONS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = 
 
 
 def _float32_precisions() -> tuple[Any, ...]:
-    """What each of the older functions says, None if it is an error; and each precision."""
-    said = []
+    """The values that the older functions return, with None for an error, and then the precisions
+    themselves."""
+    older = []
     for get, _ in _OLDER_PRECISIONS:
         try:
-            said.append(get())
+            older.append(get())
         except RuntimeError:
-            said.append(None)
-    return (*said, *(torch._C._get_fp32_precision_getter(*at) for at in _PRECISIONS))
+            older.append(None)
+    return (*older, *(torch._C._get_fp32_precision_getter(*at) for at in _PRECISIONS))
 
 
 def _set_float32_precisions(values: tuple[Any, ...]) -> None:
@@ -608,16 +611,6 @@ def _set_attention(value: tuple[Any, ...]) -> None:
     c._set_sdp_use_cudnn(cudnn)
 
 
-def _set_cudnn(value: tuple[Any, ...]) -> None:
-    c: Any = torch._C
-    enabled, benchmark, deterministic, convolution, recurrent = value
-    c._set_cudnn_enabled(enabled)
-    c._set_cudnn_benchmark(benchmark)
-    c._set_cudnn_deterministic(deterministic)
-    c._set_fp32_precision_setter("cuda", "conv", convolution)
-    c._set_fp32_precision_setter("cuda", "rnn", recurrent)
-
-
 def _set_reduced_precision(setter: str) -> Callable[[Any], None]:
     """A setter for a switch whose value is one value or a tuple of them."""
     return lambda value: getattr(torch._C, setter)(
@@ -640,7 +633,6 @@ _SETTERS: dict[str, Callable[[Any], Any]] = {
         "_set_cublas_allow_bf16_reduced_precision_reduction"
     ),
     "kernels of attention": _set_attention,
-    "cudnn": _set_cudnn,
     "default device": torch.set_default_device,
 }
 
