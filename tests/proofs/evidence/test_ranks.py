@@ -27,14 +27,8 @@ def _torchrun(num_ranks: int, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("num_ranks", "traces"),
-    [
-        (2, 2),
-        *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((4, 2), (2, 8), (3, 4))),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("num_ranks", "traces"), [(2, 2), (4, 2), (2, 8), (3, 4)])
 def test_ranks_by_gloo_are_one_process(num_ranks: int, traces: int, tmp_path: Path) -> None:
     """Fewer traces for more ranks: each rank serves a trace twice, once with all stages in its
     process."""

@@ -257,7 +257,7 @@ print(digest_program(model), source_digest("stage 0", other[0]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_is_the_same_in_every_process_and_without_debug_ranges(tmp_path: Path) -> None:
     file = tmp_path / "program.py"
     file.write_text(_PROGRAM)
