@@ -10,12 +10,16 @@ which torch reserves for external packages and does not use itself, directly abo
 dispatch modes.
 """
 
+import contextlib
 import ctypes
 import functools
 import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any, Self
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 KEY = torch._C._dispatch_key_parse("Fake")
 _KEYS = torch._C.DispatchKeySet(KEY)
@@ -30,21 +34,25 @@ class OperatorWatch:
     passes on."""
 
     _outer: "OperatorWatch | None" = None
+    _included: Any = None
 
     def __enter__(self) -> Self:
         _install()
         active = _active()
-        if _needs_each_operator() and not active:
-            _register_each()
         self._outer = active[-1] if active else None
-        self._included = torch._C._IncludeDispatchKeyGuard(KEY)
-        self._included.__enter__()
+        if not _BY_MODE.get():
+            if _needs_each_operator() and not active:
+                _register_each()
+            self._included = torch._C._IncludeDispatchKeyGuard(KEY)
+            self._included.__enter__()
         _set_active((*active, self))
         return self
 
     def __exit__(self, *error: Any) -> None:
         _set_active(_active()[:-1])
-        self._included.__exit__(None, None, None)
+        if self._included is not None:
+            self._included.__exit__(None, None, None)
+            self._included = None
         self._outer = None  # the outer watch may hold this one: leave no reference cycle
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -58,6 +66,46 @@ class OperatorWatch:
         if outer is None:
             return func(*args, **kwargs)
         return outer.operator(func, args, kwargs)
+
+
+# Whether the watches of this thread see operators through a dispatch mode.
+_BY_MODE: ContextVar[bool] = ContextVar("weft.watches_by_mode", default=False)
+
+
+class _ToWatches(TorchDispatchMode):
+    """The dispatch mode that passes operators to the watches in `watching_by_mode`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if torch.is_inference_mode_enabled() and func._can_decompose():
+            # Elsewhere autograd's kernels call the parts of an operator that is made of others.
+            with self:
+                result = func.decompose(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
+        return _active()[-1].operator(func, args, kwargs or {})
+
+
+@contextlib.contextmanager
+def watching_by_mode() -> Iterator[None]:
+    """A context in which watches see operators through a dispatch mode and not through their own
+    key, so that they see operators on fake tensors too, in torch's threads for backward passes as
+    well. Some operators then compute in another way, as in every trace of torch. Watches that are
+    active already see nothing; enter those that are to see the operators before the mode."""
+    token = _BY_MODE.set(True)
+    try:
+        yield
+    finally:
+        _BY_MODE.reset(token)
+
+
+def mode_of_watches() -> Any:
+    """The dispatch mode to enter inside `watching_by_mode`, after the watches."""
+    return _ToWatches()
 
 
 def _active() -> tuple[OperatorWatch, ...]:
@@ -96,7 +144,7 @@ def watched() -> bool:
     if torch.compiler.is_dynamo_compiling():  # it cannot trace the call below in torch 2.11
         return False
     included: bool = torch._C._dispatch_tls_is_dispatch_key_included(KEY)
-    return included
+    return included or _BY_MODE.get()
 
 
 def unwatched() -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from weft.batches.padding import inert, padded_shape
 from weft.errors import CaptureError, WeftError
 from weft.ops.constants import constant
-from weft.torchapi.private import storage_id, switches_put_back, unowned, unseen
+from weft.torchapi.private import is_fake, storage_id, switches_put_back, unowned, unseen
 from weft.torchapi.watching import OperatorWatch
 from weft.transforms.graphs.backends import Backend, Recording
 from weft.transforms.graphs.backends.audit import Audit, Inputs
@@ -28,6 +28,8 @@ from weft.transforms.graphs.calls.results import (
     refuse_opaque,
     refuse_requiring_grad,
 )
+from weft.transforms.graphs.compiler.compiled import record_compiled
+from weft.transforms.graphs.compiler.trace import Tracer, trace
 from weft.transforms.graphs.one_at_a_time import ONE_AT_A_TIME
 from weft.transforms.graphs.options import Graphable
 from weft.transforms.graphs.outside import Outside, PythonState
@@ -108,8 +110,9 @@ class Prepared:
     Args:
         run: runs the function on the buffers, and writes its next state back.
         names: makes the names of the leaves.
-        references: the leaves by reference, which are the caller's own tensors.
+        references: the leaves by reference: the caller's own tensors, or fake ones.
         buffers: the buffers for the copied leaves.
+        run_buffers: the same, or the fake tensors that a run has in their place.
         aliases: aliases of references and buffers for the next run; each run has new ones.
         arguments: weak references to the arguments of all runs so far.
         returned: weak references to the tensors that the last run returned.
@@ -126,6 +129,7 @@ class Prepared:
     names: Callable[[], list[str]]
     references: tuple[Any, ...]
     buffers: tuple[Any, ...]
+    run_buffers: tuple[Any, ...]
     aliases: list[Any]
     arguments: list[weakref.ref[Tensor]]
     returned: list[weakref.ref[Tensor]]
@@ -137,10 +141,15 @@ class Prepared:
 
 
 def prepare(
-    graphable: Graphable, call: Call, descriptor: Any, input_buffers: InputBufferPool
+    graphable: Graphable,
+    call: Call,
+    descriptor: Any,
+    input_buffers: InputBufferPool,
+    fake: Callable[[Tensor], Tensor] | None = None,
 ) -> Prepared:
     """Make buffers in `input_buffers` for calls like `call`, padded to `descriptor`, or unpadded if
-    `descriptor` is None.
+    `descriptor` is None. With `fake`, the function runs on the tensors that it returns in place of
+    the arguments by reference and the buffers.
 
     With a descriptor the buffers hold only padding, which by contract (law L2) changes no state. So
     a state of over `SAVED_BYTES`, such as a KV cache, is not saved.
@@ -156,12 +165,20 @@ def prepare(
             input_buffers.buffer(i, x) if isinstance(x, Tensor) else x for i, x in enumerate(leaves)
         )
     axes = tuple([None] * len(buffers) if descriptor is None else leaf_axes(example))
+    reference_leaves: Sequence[Any] = call.reference_leaves
+    run_buffers: Sequence[Any] = buffers
+    if fake is not None:
+        reference_leaves = _faked(fake, reference_leaves)
+        run_buffers = _faked(fake, buffers)
     donated = [x for x in call.reference_leaves[: call.num_donated] if isinstance(x, Tensor)]
     kept = _unwritten(graphable, donated, call.reference_leaves[call.num_donated :])
-    saved = [x for x in donated if descriptor is None or x.nbytes <= SAVED_BYTES]
+    saved = [x for x in donated if is_saved(x, descriptor)]
+    if fake is not None:
+        # A run on fake tensors writes nothing.
+        kept, saved = _faked(fake, kept), []
     originals, count, grad = (
-        (*call.reference_leaves, *buffers),
-        len(call.reference_leaves),
+        (*reference_leaves, *run_buffers),
+        len(reference_leaves),
         torch.is_grad_enabled(),
     )
     # Noted before any run: a run may change what autograd says of the caller's tensors.
@@ -200,9 +217,9 @@ def prepare(
             )
         # New objects: the function may have marked the aliases that it was called with
         # (`requires_grad_()`, donation), and they are not written through.
-        targets = tree_unflatten(_plain_aliases(call.reference_leaves), call.reference_tree)
+        targets = tree_unflatten(_plain_aliases(reference_leaves), call.reference_tree)
         donated = [targets[n] for n in graphable.roles.donated if n in targets]
-        return make_outputs(result, donated, call.reference_leaves)
+        return make_outputs(result, donated, reference_leaves)
 
     @contextmanager
     def restored(audit: Audit) -> Iterator[None]:
@@ -219,8 +236,9 @@ def prepare(
     return Prepared(
         run=run,
         names=call.leaf_names,
-        references=tuple(call.reference_leaves),
+        references=tuple(reference_leaves),
         buffers=buffers,
+        run_buffers=tuple(run_buffers),
         aliases=aliases,
         arguments=arguments,
         returned=returned,
@@ -230,6 +248,15 @@ def prepare(
         rewind=state.rewind,
         refuse_changes=in_python.refuse_changes,
     )
+
+
+def is_saved(donated: Tensor, descriptor: Any) -> bool:
+    """Whether a donated tensor is saved before a capture for a class runs on it."""
+    return descriptor is None or donated.nbytes <= SAVED_BYTES
+
+
+def _faked(fake: Callable[[Tensor], Tensor], leaves: Iterable[Any]) -> list[Any]:
+    return [fake(x) if isinstance(x, Tensor) else x for x in leaves]
 
 
 @contextmanager
@@ -274,7 +301,7 @@ def audit_of(graphable: Graphable, prepared: Prepared, device: torch.device) -> 
     return Audit(
         f"graphify({graphable.name})",
         Inputs(
-            leaves=(*prepared.references, *prepared.buffers),
+            leaves=(*prepared.references, *prepared.run_buffers),
             labels=prepared.names,
             num_donated=prepared.num_donated,
             num_references=len(prepared.references),
@@ -317,8 +344,10 @@ def capture(
     input_buffers = backend.input_buffers
     # The pool is shared by all graphs, so a graph is charged only with what it adds.
     before = backend.input_buffers.nbytes
+    tracer = Tracer() if graphable.compiler is not None else None
     with backend.allocating():
-        prepared = prepare(graphable, call, descriptor, input_buffers)
+        fake = None if tracer is None else tracer.fake
+        prepared = prepare(graphable, call, descriptor, input_buffers, fake)
     if mode == "piecewise":
         split_at = graphable.split_at
     else:
@@ -337,9 +366,12 @@ def capture(
         # Made under the lock, because it saves the states of generators that captures set.
         audit = audit_of(graphable, prepared, backend.device)
         with prepared.restored(audit), _with_padding_note(graphable.name, descriptor):
-            recording: Any = backend.capture(
-                prepared.run if watch is None else watched, audit, split_at
-            )
+            run = prepared.run if watch is None else watched
+            recording: Any
+            if tracer is None:
+                recording = backend.capture(run, audit, split_at)
+            else:
+                recording = trace(run, audit, tracer)
             # They would keep the caller's tensors alive for as long as the graph.
             prepared.aliases.clear()
             external = tuple(
@@ -354,6 +386,16 @@ def capture(
             )
             # With new output objects, a result that is still alive is one that the function keeps.
             audit.refuse_kept_results()
+        allocated = audit.owned_storages - audit.writable
+        by_reference = audit.by_reference
+        if tracer is not None:
+            real = (*call.reference_leaves, *prepared.buffers)
+            donated = [x for x in real[: call.num_donated] if isinstance(x, Tensor)]
+            donated = [x for x in donated if is_saved(x, descriptor)]
+            recording = record_compiled(recording, audit, backend, call.reference_leaves, donated)
+            by_reference = {storage_id(x) for x in call.reference_leaves if isinstance(x, Tensor)}
+            allocated = {storage_id(x) for x in recording.outputs.leaves if isinstance(x, Tensor)}
+            allocated -= {storage_id(x) for x in real if isinstance(x, Tensor)}
     # If autograd records on external tensors, calls run the function itself, whose results may
     # require grad.
     if not _autograd_records(external):
@@ -373,9 +415,9 @@ def capture(
         _refuse_unsized(graphable.name, recording.outputs, descriptor, prepared.axes)
     # Results are copied after each replay, so later captures may reuse the memory of the outputs.
     if not graphable.borrow:
-        recording = backend.release_output_memory(recording, audit.owned_storages - audit.writable)
+        recording = backend.release_output_memory(recording, allocated)
         recording = attrs.evolve(
-            recording, outputs=_without_owning(recording.outputs, audit.by_reference)
+            recording, outputs=_without_owning(recording.outputs, by_reference)
         )
     pairs = zip(prepared.buffers, prepared.axes, strict=True)
     with backend.allocating():
@@ -536,7 +578,8 @@ def _renewed(outputs: Outputs, storages: Set[int]) -> Outputs:
     objects: dict[int, Any] = {}
 
     def renewed(leaf: Any) -> Any:
-        if type(leaf) is not Tensor or leaf.requires_grad or storage_id(leaf) not in storages:
+        plain = type(leaf) is Tensor or (isinstance(leaf, Tensor) and is_fake(leaf))
+        if not plain or leaf.requires_grad or storage_id(leaf) not in storages:
             return leaf
         return objects.setdefault(id(leaf), leaf.data)
 

@@ -44,6 +44,7 @@ def graphify(
     max_captures: int | None = None,
     collectives: bool = False,
     verify: int | None = None,
+    compiler: str | None = None,
 ) -> Graphified[P, R] | Callable[[Callable[P, R]], Graphified[P, R]]:
     """Make a pure function replay: same signature, same result, one captured graph per key.
 
@@ -142,6 +143,7 @@ def graphify(
         "max_captures": max_captures,
         "collectives": collectives,
         "verify": verify,
+        "compiler": compiler,
     }
     if fn is None:
         return lambda f: graphify(f, **options)

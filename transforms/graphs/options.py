@@ -35,6 +35,7 @@ class CommonOptions(TypedDict, total=False):
     max_captures: int | None
     collectives: bool
     verify: int | None
+    compiler: str | None
 
 
 class GraphifyOptions(CommonOptions, total=False):
@@ -59,6 +60,7 @@ class Graphable:
         max_captures: the most graphs to hold; None: any number.
         collectives: whether collective operations may be captured.
         verify: every `verify`-th call is compared with the function itself; None: no call is.
+        compiler: what compiles the graphs; None: they repeat the operators as they are.
     """
 
     fn: Callable[..., Any]
@@ -71,6 +73,7 @@ class Graphable:
     max_captures: int | None
     collectives: bool
     verify: int | None = None
+    compiler: str | None = None
 
 
 def make_graphable(fn: Callable[..., Any], options: GraphifyOptions) -> Graphable:
@@ -119,6 +122,7 @@ def make_graphable(fn: Callable[..., Any], options: GraphifyOptions) -> Graphabl
         max_captures=options["max_captures"],
         collectives=options["collectives"],
         verify=options["verify"],
+        compiler=options["compiler"],
     )
 
 

@@ -547,6 +547,10 @@ class Audit(OperatorWatch):
         """The tensors from outside whose `grad` the function read and found None."""
         return [*{id(x): x for x in self._host_reads.without_gradient}.values()]
 
+    def becomes_data(self, storage: int) -> None:
+        """Note that a constant is about to be overwritten by something that depends on data."""
+        self._constants.note(set(), {storage}, are_constant=False)
+
     def consults_switches(self) -> bool:
         """Whether the function called operators that consult
         `weft.torchapi.private.backend_switches`."""

@@ -10,7 +10,7 @@ import functools
 import gc
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import attrs
@@ -206,6 +206,21 @@ class CudaBackend:
                 audit.call, fault, "move operations that wait for the device out of it", error
             ) from error
 
+    def record(self, run: Callable[[], Any], audit: Audit, donated: Sequence[Tensor]) -> Any:
+        """Record a compiled function, after a run in which its kernels load and libraries create
+        their workspaces.
+
+        Args:
+            run: calls the compiled function, and returns the outputs.
+            audit: the audit of the function that was compiled; it knows the random generators.
+            donated: the tensors that the first run may change; they are restored.
+        """
+        with self.allocating():
+            with _restored(donated, audit.random.generators):
+                run()
+                self.stream.synchronize()
+            return self._record(run, audit, frozenset(), watched=False)
+
     def _record_or_unroll(
         self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]
     ) -> CudaRecording:
@@ -222,14 +237,20 @@ class CudaBackend:
             return self._record(fn, audit, split_at)
 
     def _record(
-        self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]
+        self,
+        fn: Callable[[], Any],
+        audit: Audit,
+        split_at: frozenset[str],
+        *,
+        watched: bool = True,
     ) -> CudaRecording:
         # A generator must be registered before the capture begins in which it is used.
         audit.random.add_known(self._generators.values())
-        audit.restart()
+        if watched:
+            audit.restart()
         free = torch.cuda.mem_get_info(self.device)[0]
         reserved = torch.cuda.memory_reserved(self.device)
-        session = _Session(self.device, self.pool, split_at, audit)
+        session = _Session(self.device, self.pool, split_at, audit, watched)
         loops = self._while_nodes.recorder(audit)
         try:
             with looping(loops):
@@ -269,6 +290,21 @@ def _has_memory_on(device: torch.device, x: Any) -> bool:
 
 
 @contextlib.contextmanager
+def _restored(tensors: Sequence[Tensor], generators: Sequence[torch.Generator]) -> Iterator[None]:
+    """Context that restores tensors and generators. The copies are on the host: a training step
+    donates all its parameters and moments, and there may be no room for a second set."""
+    copies = [x.cpu() for x in tensors]
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        for tensor, copy in zip(tensors, copies, strict=True):
+            tensor.copy_(copy)
+
+
+@contextlib.contextmanager
 def _without_garbage_collection() -> Iterator[None]:
     """Context without garbage collection, which could destroy another graph; CUDA forbids that in a
     capturing thread."""
@@ -286,8 +322,14 @@ class _Session(OperatorWatch):
     it."""
 
     def __init__(
-        self, device: torch.device, pool: Any, split_at: frozenset[str], audit: Audit
+        self,
+        device: torch.device,
+        pool: Any,
+        split_at: frozenset[str],
+        audit: Audit,
+        watched: bool,
     ) -> None:
+        self.watched = watched
         self.device = device
         self.pool = pool
         self.split_at = split_at
@@ -301,8 +343,12 @@ class _Session(OperatorWatch):
         with _without_garbage_collection(), self._ended_on_error():
             self._begin()
             watch = self if self.split_at else contextlib.nullcontext()
-            with self.audit.random.private_draws(), watch, self.audit:
-                outputs = fn()
+            if self.watched:
+                with self.audit.random.private_draws(), watch, self.audit:
+                    outputs = fn()
+            else:
+                with torch.no_grad(), watch:
+                    outputs = fn()
             self._end()
         return outputs
 

@@ -62,6 +62,8 @@ class Randomness:
         self.add_known((self.copy, *default, *(g for g in generators if not _is_default(g))))
         self._recording = self._rehearsed = False
         self.repeats = 0
+        self.draws = True
+        """Whether the operators of the runs draw numbers; on fake tensors none does."""
 
     @property
     def generators(self) -> tuple[torch.Generator, ...]:
@@ -265,7 +267,7 @@ class _PrivateDraws(OperatorWatch):
             raise self.random.refuse(
                 fault, f"draw them on the GPU (device={str(self.random.device)!r}), or pass them in"
             )
-        if generator is not None and not _is_default(generator):
+        if (generator is not None and not _is_default(generator)) or not self.random.draws:
             return self.pass_on(func, args, kwargs)
         if (drawing := _taking_generator(func)) is not None:
             return self.pass_on(drawing, args, {**kwargs, "generator": self.generator})

@@ -1,0 +1,1 @@
+"""Compiling what a graph repeats: `graphify(..., compiler="inductor")`."""

@@ -1,0 +1,385 @@
+"""`trace`: the operators of one run of a function on fake tensors, for a compiler.
+
+The run is watched by the same audit as a capture. The values of a trace are views of memory, not
+tensor objects: a tensor object may be replaced by another one over the same memory without an
+operator (`x.data`, autograd's views), and operators write to memory.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from weft.torchapi.faking import fake_tensors, is_fake_of
+from weft.torchapi.patches import signal_capture
+from weft.torchapi.private import storage_id, unseen
+from weft.torchapi.watching import OperatorWatch, mode_of_watches, watching_by_mode
+from weft.transforms.graphs.backends.audit import Audit
+from weft.transforms.graphs.backends.operators import (
+    TRANSFERS,
+    flat_tensors,
+    map_tensors,
+    tensors_in,
+    written,
+)
+from weft.transforms.graphs.backends.randomness import may_draw
+
+# The most elements of a tensor that a trace computes for real, so that the function may read it.
+_MOST_REAL = 2**16
+_as_strided = torch.ops.aten.as_strided.default
+
+
+class Untraceable(Exception):
+    """What a trace cannot hold, in words; a capture may still hold it."""
+
+
+@attrs.frozen
+class Ref:
+    """A value of a trace, by its number."""
+
+    number: int
+
+
+@attrs.frozen(eq=False)
+class Operation:
+    """One operator of a trace.
+
+    Args:
+        func: its overload.
+        args: its arguments, with a `Ref` in place of each tensor.
+        kwargs: its keyword arguments, likewise.
+        results: (path in the result, number of the value) of the tensors that it returns and that
+            are no values yet.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[tuple[tuple[int, ...], int], ...]
+
+
+@attrs.frozen(eq=False)
+class Input:
+    """A value that the run starts from: an argument, a tensor from outside, or a constant.
+
+    Args:
+        number: the number of the value.
+        tensor: the real tensor.
+        fake: the fake tensor that the run had in its place.
+        is_literal: whether its values are numbers in the function's source.
+    """
+
+    number: int
+    tensor: Tensor
+    fake: Tensor
+    is_literal: bool = False
+
+
+@attrs.frozen(eq=False)
+class Trace:
+    """The operators of a run, in order, and the values that it starts from and returns."""
+
+    inputs: tuple[Input, ...]
+    operations: tuple[Operation, ...]
+
+
+class Tracer(OperatorWatch):
+    """A watch that runs operators on fake tensors, and records them.
+
+    A small tensor on the CPU that depends on no argument is computed for real too. The function
+    receives the real one, whose values it may read; the fake one stands for it in the trace.
+    """
+
+    def __init__(self) -> None:
+        self.mode = fake_tensors()
+        self.operations: list[Operation] = []
+        self.inputs: list[Input] = []
+        self.constants = set[int]()
+        """The storages of the real tensors that the run made, as `storage_id` gives them."""
+        self._count = 0
+        self._numbers: dict[tuple[Any, ...], int] = {}
+        # A number, and whether it is an input, for each storage. The storages are kept, and not the
+        # tensors: no new storage gets the address of an old one, and no tensor counts as kept.
+        self._storages: dict[int, tuple[int, bool, torch.UntypedStorage]] = {}
+        # The fake tensors of constants, by tensor object, and one for each storage.
+        self._fakes = WeakIdKeyDictionary()
+        self._twins: dict[int, Tensor] = {}
+        # (tensor from before the run, its fake tensor), by the storage of the fake tensor.
+        self._outside: dict[int, tuple[Tensor, Tensor]] = {}
+        self._literals = set[int]()
+
+    def fake(self, tensor: Tensor) -> Tensor:
+        """The fake tensor that stands for a tensor."""
+        if is_fake_of(tensor, self.mode):
+            return tensor
+        if (fake := self._fakes.get(tensor)) is not None:
+            with unseen():  # a new tensor object, which does not count as kept
+                return fake.detach()
+        if (twin := self._twins.get(storage_id(tensor))) is not None:
+            with unseen():
+                return twin.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+            raise Untraceable(f"a tensor of class {type(tensor).__name__}, {tensor.layout}")
+        with unseen():
+            fake = self.mode.from_tensor(tensor, static_shapes=True)
+        self._outside.setdefault(storage_id(fake), (tensor, fake))
+        return fake
+
+    def real(self, fake: Tensor) -> Tensor:
+        """The real tensor that a fake one stands for, if no operator of the run made it."""
+        if not is_fake_of(fake, self.mode):
+            return fake
+        return self._outside[storage_id(fake)][0]
+
+    def forget(self) -> None:
+        """Forget a run, but not which fake tensors stand for tensors from before the run."""
+        self.operations.clear()
+        self.inputs.clear()
+        self.constants.clear()
+        self._numbers.clear()
+        self._storages.clear()
+        self._fakes.clear()
+        self._twins.clear()
+        self._count = 0
+
+    def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _reads_data(func) and not self._any_fake(args, kwargs):
+            return self._read(func, args, kwargs)
+        fake_args = map_tensors(self.fake, args)
+        fake_kwargs = map_tensors(self.fake, kwargs)
+        # Before the operator, which may change the geometry of a tensor object (`t_`).
+        refs = map_tensors(self._ref, fake_args)
+        named_refs = map_tensors(self._ref, fake_kwargs)
+        with self.mode:
+            result = self.pass_on(func, fake_args, fake_kwargs)
+        self._record(func, refs, named_refs, result, fake_args, fake_kwargs)
+        if self._is_constant(func, args, kwargs, result):
+            return self._compute(func, args, kwargs, result)
+        return result
+
+    def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Read constants on the host; the audit allows no other reads."""
+        result = func(*args, **kwargs)
+        for x in tensors_in(result):
+            self.constants.add(storage_id(x))
+            self.add_literal(x)
+        return result
+
+    def add_literal(self, real: Tensor) -> None:
+        """Note a tensor of numbers in the function's source."""
+        # A copy, because a tensor of the run that is alive after it counts as kept.
+        literal = real.detach().clone()
+        fake = self.fake(literal)
+        self._literals.add(storage_id(fake))
+        self._fakes[real] = fake
+        self._twins[storage_id(real)] = fake
+
+    def _any_fake(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return any(is_fake_of(x, self.mode) for x in flat_tensors(args, kwargs))
+
+    def _record(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        fake_args: tuple[Any, ...],
+        fake_kwargs: dict[str, Any],
+    ) -> None:
+        results = [
+            (path, self._new(x)) for path, x in _paths(result) if _key(x) not in self._numbers
+        ]
+        writes = any(True for _ in written(func, fake_args, fake_kwargs))
+        if torch.Tag.inplace_view in func.tags:
+            func, writes = _out_of_place(func), False
+        is_needed = (
+            results
+            or writes
+            or func.namespace != "aten"
+            or not func._schema.returns
+            or func._schema.name in TRANSFERS
+        )
+        if is_needed:
+            self.operations.append(Operation(func, args, kwargs, tuple(results)))
+
+    def _is_constant(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> bool:
+        """Whether the function is to receive a real result."""
+        if may_draw(func) or func.namespace != "aten":
+            return False
+        if self._any_fake(args, kwargs):
+            return False
+        return all(x.is_cpu and x.numel() <= _MOST_REAL for x in tensors_in(result))
+
+    def _compute(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> Any:
+        real = func(*args, **kwargs)
+        for x, fake in zip(tensors_in(real), tensors_in(result), strict=True):
+            self._fakes[x] = fake
+            self._twins.setdefault(storage_id(x), fake)
+            self.constants.add(storage_id(x))
+        return real
+
+    def _ref(self, fake: Tensor) -> Ref:
+        return Ref(self.number(fake))
+
+    def number(self, fake: Tensor) -> int:
+        """The number of the value that lies where a fake tensor does."""
+        if (number := self._numbers.get(_key(fake))) is not None:
+            return number
+        storage = storage_id(fake)
+        if storage in self._outside:
+            real, first = self._outside[storage]
+            number = self._new(fake)
+            if _key(first) != _key(fake):
+                with unseen():
+                    real = _at(real, fake)
+            with unseen():  # a new tensor object: one that the run has counts as kept
+                like = fake.detach()
+            self.inputs.append(Input(number, real, like, storage in self._literals))
+            return number
+        if storage not in self._storages:
+            raise Untraceable(f"a tensor {list(fake.shape)} that no operator made")
+        base, dtype, _ = self._storages[storage]
+        if fake.dtype != dtype or fake.is_conj() or fake.is_neg():
+            raise Untraceable("a view of another dtype that no operator made")
+        number = self._new(fake)
+        view = (list(fake.shape), list(fake.stride()), int(fake.storage_offset()))
+        self.operations.append(Operation(_as_strided, (Ref(base), *view), {}, (((), number),)))
+        return number
+
+    def _new(self, fake: Tensor) -> int:
+        number = self._count
+        self._count += 1
+        self._numbers[_key(fake)] = number
+        storage = storage_id(fake)
+        if storage not in self._storages:
+            self._storages[storage] = (number, fake.dtype, fake.untyped_storage())
+        return number
+
+    def trace(self) -> Trace:
+        """What was recorded."""
+        return Trace(tuple(self.inputs), tuple(self.operations))
+
+
+@functools.cache
+def _reads_data(func: Any) -> bool:
+    """Whether an operator returns a value, or a shape, that depends on data."""
+    tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+    return func is torch.ops.aten._local_scalar_dense.default or any(t in func.tags for t in tags)
+
+
+def _key(x: Tensor) -> tuple[Any, ...]:
+    """Which memory a tensor is a view of, and how."""
+    return (
+        storage_id(x),
+        x.storage_offset(),
+        tuple(x.shape),
+        x.stride(),
+        x.dtype,
+        x.is_conj(),
+        x.is_neg(),
+    )
+
+
+def _at(real: Tensor, fake: Tensor) -> Tensor:
+    """The view of a real tensor's memory that lies where a fake tensor does in its own."""
+    if fake.dtype != real.dtype or fake.is_conj() or fake.is_neg():
+        raise Untraceable("a view of another dtype of a tensor from outside")
+    return real.detach().as_strided(fake.shape, fake.stride(), fake.storage_offset())
+
+
+def _paths(result: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """The tensors of a result, with their paths in it."""
+    if isinstance(result, Tensor):
+        yield path, result
+    elif isinstance(result, tuple | list):
+        for i, x in enumerate(result):
+            yield from _paths(x, (*path, i))
+
+
+def _out_of_place(func: Any) -> Any:
+    """The operator that returns the view to which this one changes its argument."""
+    name = func._schema.name.removeprefix("aten::")
+    packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
+    if not name.endswith("_") or packet is None or name in ("set_", "resize_"):
+        raise Untraceable(f"{func}, which gives a tensor other memory")
+    return getattr(packet, func._overloadname)
+
+
+class _Faking(OperatorWatch):
+    """Passes fake tensors on in place of real ones, unless an operator's arguments are all
+    constants. It is the innermost watch, so that the audit sees the tensors of the trace."""
+
+    def __init__(self, tracer: Tracer, audit: Audit) -> None:
+        self.tracer = tracer
+        self.audit = audit
+
+    def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is torch.ops.aten.lift_fresh.default:
+            self.tracer.add_literal(args[0])
+            return self.pass_on(func, args, kwargs)
+        constants = self.tracer.constants
+        if not all(storage_id(x) in constants for x in flat_tensors(args, kwargs)):
+            for x in written(func, args, kwargs):
+                if (storage := storage_id(x)) in constants:
+                    constants.remove(storage)
+                    self.audit.becomes_data(storage)
+            args = map_tensors(self._fake, args)
+            kwargs = map_tensors(self._fake, kwargs)
+        return self.pass_on(func, args, kwargs)
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        fake = self.tracer.fake(tensor)
+        if fake is not tensor and storage_id(tensor) in self.audit.owned_storages:
+            self.audit.owned_storages.add(storage_id(fake))
+        return fake
+
+
+@attrs.frozen(eq=False)
+class Traced:
+    """A run on fake tensors, and what it returned."""
+
+    outputs: Any
+    tracer: Tracer
+
+    def number(self, x: Tensor) -> int:
+        """The number of the value of a tensor that the run returned."""
+        return self.tracer.number(self.tracer.fake(x))
+
+    def trace(self) -> Trace:
+        return self.tracer.trace()
+
+
+def trace(run: Callable[[], Any], audit: Audit, tracer: Tracer) -> Traced:
+    """Run a function on fake tensors under an audit.
+
+    Raises:
+        CaptureError: the audit refused something.
+        Untraceable: the run cannot be traced.
+    """
+
+    def faked() -> Any:
+        tracer.forget()
+        with _Faking(tracer, audit), mode_of_watches():
+            return run()
+
+    audit.random.draws = False
+    with torch.no_grad(), watching_by_mode(), audit.random.private_draws(), tracer:
+        audit.restart()
+        with signal_capture(), audit:
+            outputs = faked()
+        if audit.has_unknown:
+            del outputs
+            audit.rehearse(faked)
+            audit.restart()
+            with signal_capture(), audit:
+                outputs = faked()
+    audit.external = {storage: tracer.real(x) for storage, x in audit.external.items()}
+    return Traced(outputs, tracer)
