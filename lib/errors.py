@@ -65,6 +65,10 @@ class CaptureError(WeftError, RuntimeError):
     what it does not own."""
 
 
+class CompilerError(WeftError, RuntimeError):
+    """A function that a compiler does not take, or a compiler that does not work here."""
+
+
 class CacheMissError(WeftError, RuntimeError):
     """A call to a frozen graphified function that would need a new capture."""
 

@@ -116,6 +116,10 @@ class Axes:
             return self.dims[dim]
         return None
 
+    def sizes(self) -> set[str]:
+        """The attributes of the descriptor that give sizes."""
+        return {name.partition("+")[0] for name in self.dims if name is not None}
+
     def padding(self, dtype: torch.dtype) -> Any:
         """The value of the padding, for a tensor of a dtype.
 

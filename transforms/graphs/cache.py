@@ -30,6 +30,7 @@ from weft.transforms.graphs.calls.fast_path import FastPaths
 from weft.transforms.graphs.calls.key import CacheInfo, Key, TreeKey, Weakly
 from weft.transforms.graphs.calls.results import Handover, hand_over
 from weft.transforms.graphs.capture import Graph, capture, title_of
+from weft.transforms.graphs.compiler.compiled import Compilations
 from weft.transforms.graphs.dispatch import Decision, dispatch
 from weft.transforms.graphs.explain import (
     INLINE,
@@ -188,6 +189,7 @@ class Cache:
         self._recaptures = Recaptures(self.graphable.name, self.graphable.roles.donated)
         self._outside_change = ""
         self._inlines = Inlines(self.graphable.name)
+        self.compilations = None if self.graphable.compiler is None else Compilations()
 
     def info(self) -> CacheInfo:
         """The counts since the last `clear()`."""
@@ -467,7 +469,13 @@ class Cache:
         backend = self.backend_for(call)
         with profile_range("weft: capture {}", title):
             graph = capture(
-                self.graphable, call, decision.mode, decision.descriptor, backend, writer
+                self.graphable,
+                call,
+                decision.mode,
+                decision.descriptor,
+                backend,
+                writer,
+                self.compilations,
             )
         if config.log_captures:
             size = (graph.recording.nbytes + graph.buffer_bytes) / 2**20

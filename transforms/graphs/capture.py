@@ -5,6 +5,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import attrs
@@ -28,8 +29,8 @@ from weft.transforms.graphs.calls.results import (
     refuse_opaque,
     refuse_requiring_grad,
 )
-from weft.transforms.graphs.compiler.compiled import record_compiled
-from weft.transforms.graphs.compiler.trace import Tracer, trace
+from weft.transforms.graphs.compiler.compiled import Compilations, record_compiled
+from weft.transforms.graphs.compiler.trace import Traced, Tracer, trace
 from weft.transforms.graphs.one_at_a_time import ONE_AT_A_TIME
 from weft.transforms.graphs.options import Graphable
 from weft.transforms.graphs.outside import Outside, PythonState
@@ -328,9 +329,11 @@ def capture(
     descriptor: Any,
     backend: Backend,
     watch: Callable[[Prepared], OperatorWatch] | None = None,
+    compilations: Compilations | None = None,
 ) -> Graph:
     """Record a function for calls like `call`, padded to `descriptor`, or unpadded if `descriptor`
     is None. `watch` makes a watch for the next run; the graph keeps the watch of the recorded run.
+    With `compilations`, what is recorded is compiled first.
 
     The donated arguments and the random generators are saved and restored.
 
@@ -344,58 +347,20 @@ def capture(
     input_buffers = backend.input_buffers
     # The pool is shared by all graphs, so a graph is charged only with what it adds.
     before = backend.input_buffers.nbytes
-    tracer = Tracer() if graphable.compiler is not None else None
-    with backend.allocating():
-        fake = None if tracer is None else tracer.fake
-        prepared = prepare(graphable, call, descriptor, input_buffers, fake)
     if mode == "piecewise":
         split_at = graphable.split_at
     else:
         split_at = frozenset()
-    watches: list[OperatorWatch] = []
-
-    def watched() -> Outputs:
-        assert watch is not None
-        # A back end may run the function more than once; the last run is the recorded one.
-        # A new watch for each run, and the last one wins.
-        watches[:] = [watch(prepared)]
-        with watches[0]:
-            return prepared.run()
-
     with ONE_AT_A_TIME:
-        # Made under the lock, because it saves the states of generators that captures set.
-        audit = audit_of(graphable, prepared, backend.device)
-        with prepared.restored(audit), _with_padding_note(graphable.name, descriptor):
-            run = prepared.run if watch is None else watched
-            recording: Any
-            if tracer is None:
-                recording = backend.capture(run, audit, split_at)
-            else:
-                recording = trace(run, audit, tracer)
-            # They would keep the caller's tensors alive for as long as the graph.
-            prepared.aliases.clear()
-            external = tuple(
-                x for x in audit.external.values() if x.is_floating_point() or x.is_complex()
-            )
-            prepared.refuse_changes(audit.call)
-            refuse_opaque(audit.call, recording.outputs, call)
-            audit.refuse_leaks(recording.outputs.leaves)
-            recording = attrs.evolve(
-                recording,
-                outputs=_renewed(recording.outputs, audit.owned_storages - audit.writable),
-            )
-            # With new output objects, a result that is still alive is one that the function keeps.
-            audit.refuse_kept_results()
-        allocated = audit.owned_storages - audit.writable
-        by_reference = audit.by_reference
-        if tracer is not None:
-            real = (*call.reference_leaves, *prepared.buffers)
-            donated = [x for x in real[: call.num_donated] if isinstance(x, Tensor)]
-            donated = [x for x in donated if is_saved(x, descriptor)]
-            recording = record_compiled(recording, audit, backend, call.reference_leaves, donated)
-            by_reference = {storage_id(x) for x in call.reference_leaves if isinstance(x, Tensor)}
-            allocated = {storage_id(x) for x in recording.outputs.leaves if isinstance(x, Tensor)}
-            allocated -= {storage_id(x) for x in real if isinstance(x, Tensor)}
+        captured = None
+        if compilations is not None:
+            captured = _compile(graphable, call, mode, descriptor, backend, compilations)
+        if captured is None:
+            captured = _record(graphable, call, split_at, descriptor, backend, watch)
+    prepared = captured.prepared
+    audit = captured.audit
+    recording = captured.recording
+    external = tuple(x for x in audit.external.values() if x.is_floating_point() or x.is_complex())
     # If autograd records on external tensors, calls run the function itself, whose results may
     # require grad.
     if not _autograd_records(external):
@@ -415,10 +380,9 @@ def capture(
         _refuse_unsized(graphable.name, recording.outputs, descriptor, prepared.axes)
     # Results are copied after each replay, so later captures may reuse the memory of the outputs.
     if not graphable.borrow:
-        recording = backend.release_output_memory(recording, allocated)
-        recording = attrs.evolve(
-            recording, outputs=_without_owning(recording.outputs, by_reference)
-        )
+        references = {storage_id(x) for x in call.reference_leaves if isinstance(x, Tensor)}
+        recording = backend.release_output_memory(recording, captured.allocated)
+        recording = attrs.evolve(recording, outputs=_without_owning(recording.outputs, references))
     pairs = zip(prepared.buffers, prepared.axes, strict=True)
     with backend.allocating():
         padding_sources = tuple(
@@ -442,9 +406,176 @@ def capture(
         buffer_bytes=input_buffers.nbytes - before,
         operators=audit.launches,
         seconds=time.perf_counter() - start,
-        # The watch of the last run, which is the recorded one.
-        watch=next(iter(watches), None),
+        watch=captured.watch,
     )
+
+
+@attrs.frozen(eq=False)
+class _Captured:
+    """A recording, and what it was made with.
+
+    Args:
+        recording: the recording.
+        prepared: the function and its buffers.
+        audit: the audit of the run.
+        allocated: the storages that replays allocate or overwrite, as `storage_id` gives them.
+        watch: what watched the run.
+    """
+
+    recording: Any
+    prepared: Prepared
+    audit: Audit
+    allocated: Set[int]
+    watch: OperatorWatch | None = None
+
+
+def _record(
+    graphable: Graphable,
+    call: Call,
+    split_at: frozenset[str],
+    descriptor: Any,
+    backend: Backend,
+    watch: Callable[[Prepared], OperatorWatch] | None,
+) -> _Captured:
+    """Record a function as it is."""
+    with backend.allocating():
+        prepared = prepare(graphable, call, descriptor, backend.input_buffers)
+    watches: list[OperatorWatch] = []
+
+    def watched() -> Outputs:
+        assert watch is not None
+        # A back end may run the function more than once; the last run is the recorded one.
+        # A new watch for each run, and the last one wins.
+        watches[:] = [watch(prepared)]
+        with watches[0]:
+            return prepared.run()
+
+    # Made under the lock, because it saves the states of generators that captures set.
+    audit = audit_of(graphable, prepared, backend.device)
+    with prepared.restored(audit), _with_padding_note(graphable.name, descriptor):
+        run = prepared.run if watch is None else watched
+        recording = _checked(lambda: backend.capture(run, audit, split_at), prepared, audit, call)
+    allocated = audit.owned_storages - audit.writable
+    return _Captured(recording, prepared, audit, allocated, next(iter(watches), None))
+
+
+def _checked(record: Callable[[], Any], prepared: Prepared, audit: Audit, call: Call) -> Any:
+    """Record a run, refuse it if it changed or kept something, and give its outputs new objects."""
+    # Recorded here, so that no caller's variable keeps the outputs.
+    recording = record()
+    # They would keep the caller's tensors alive for as long as the graph.
+    prepared.aliases.clear()
+    prepared.refuse_changes(audit.call)
+    refuse_opaque(audit.call, recording.outputs, call)
+    audit.refuse_leaks(recording.outputs.leaves)
+    recording = attrs.evolve(
+        recording, outputs=_renewed(recording.outputs, audit.owned_storages - audit.writable)
+    )
+    # With new output objects, a result that is still alive is one that the function keeps.
+    audit.refuse_kept_results()
+    return recording
+
+
+def _compile(
+    graphable: Graphable,
+    call: Call,
+    mode: str,
+    descriptor: Any,
+    backend: Backend,
+    compilations: Compilations,
+) -> _Captured | None:
+    """Compile a function, and record what the compiler made. None if it cannot be compiled; then a
+    warning has said so.
+
+    Raises:
+        CompilerError: it cannot be compiled, and the function is strict.
+    """
+    # On other pools than the back end's: most classes are traced for their sizes only.
+    trace_class = partial(_trace, graphable, call, backend)
+    others = _similar_classes(graphable, call, mode, descriptor)
+    try:
+        traced, prepared, audit = trace_class(descriptor, backend.input_buffers)
+        sizes = sizes_of(prepared.axes, descriptor)
+        program = compilations.program_for(
+            traced,
+            sizes,
+            [
+                (partial(_traced_only, trace_class, other), sizes_of(prepared.axes, other))
+                for other in others
+            ],
+        )
+    except WeftError:
+        raise
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        compilations.note_failure(graphable, title_of(graphable.name, descriptor), error)
+        return None
+    donated = [x for x in call.reference_leaves[: call.num_donated] if isinstance(x, Tensor)]
+    donated = [x for x in donated if is_saved(x, descriptor)]
+    recording = record_compiled(
+        program, sizes, traced, audit, backend, call.reference_leaves, donated
+    )
+    inputs = (*call.reference_leaves, *prepared.buffers)
+    allocated = {storage_id(x) for x in recording.outputs.leaves if isinstance(x, Tensor)}
+    allocated -= {storage_id(x) for x in inputs if isinstance(x, Tensor)}
+    return _Captured(recording, prepared, audit, allocated)
+
+
+def _trace(
+    graphable: Graphable, call: Call, backend: Backend, descriptor: Any, buffers: InputBufferPool
+) -> tuple[Traced, Prepared, Audit]:
+    """Trace a function for a class."""
+    tracer = Tracer()
+    with backend.allocating():
+        prepared = prepare(graphable, call, descriptor, buffers, tracer.fake)
+    audit = audit_of(graphable, prepared, backend.device)
+    with prepared.restored(audit), _with_padding_note(graphable.name, descriptor):
+        traced = _checked(lambda: trace(prepared.run, audit, tracer), prepared, audit, call)
+    return traced, prepared, audit
+
+
+def _traced_only(trace_class: Callable[..., tuple[Traced, Prepared, Audit]], other: Any) -> Traced:
+    return trace_class(other, InputBufferPool())[0]
+
+
+def sizes_of(axes: Sequence[Axes | None], descriptor: Any) -> dict[str, int]:
+    """The sizes that a class gives, by the names of the descriptor's attributes."""
+    names = {name for spec in axes if spec is not None for name in spec.sizes()}
+    return {name: int(getattr(descriptor, name)) for name in sorted(names)}
+
+
+# The smallest size for which a compilation is shared: torch's operators treat 0 and 1 in other ways.
+_LEAST_SHARED = 2
+
+
+def _similar_classes(graphable: Graphable, call: Call, mode: str, descriptor: Any) -> list[Any]:
+    """A few other classes of the ladder that may share a compilation with one."""
+    ladder = graphable.ladder
+    if ladder is None or descriptor is None:
+        return []
+    axes = leaf_axes(call.copied)
+    mine = sizes_of(axes, descriptor)
+    if min(mine.values(), default=0) < _LEAST_SHARED:
+        return []
+    similar = [
+        other
+        for other in (ladder.piecewise if mode == "piecewise" else ladder.full)
+        if other != descriptor
+        and min(sizes_of(axes, other).values()) >= _LEAST_SHARED
+        and _rest_of(other, mine) == _rest_of(descriptor, mine)
+    ]
+    # The farthest apart, so that numbers that are equal by chance differ in one of them.
+    similar.sort(key=lambda other: sum(sizes_of(axes, other).values()))
+    return [similar[0], *similar[-1:]] if len(similar) > 1 else similar
+
+
+def _rest_of(descriptor: Any, sizes: Iterable[str]) -> dict[str, Any]:
+    """What a descriptor holds besides its sizes."""
+    if not attrs.has(type(descriptor)):
+        return {}
+    values = attrs.asdict(descriptor, recurse=False)
+    return {name: value for name, value in values.items() if name not in sizes}
 
 
 @contextmanager

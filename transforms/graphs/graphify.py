@@ -45,6 +45,7 @@ def graphify(
     collectives: bool = False,
     verify: int | None = None,
     compiler: str | None = None,
+    strict: bool = False,
 ) -> Graphified[P, R] | Callable[[Callable[P, R]], Graphified[P, R]]:
     """Make a pure function replay: same signature, same result, one captured graph per key.
 
@@ -144,6 +145,7 @@ def graphify(
         "collectives": collectives,
         "verify": verify,
         "compiler": compiler,
+        "strict": strict,
     }
     if fn is None:
         return lambda f: graphify(f, **options)

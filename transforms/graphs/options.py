@@ -36,6 +36,7 @@ class CommonOptions(TypedDict, total=False):
     collectives: bool
     verify: int | None
     compiler: str | None
+    strict: bool
 
 
 class GraphifyOptions(CommonOptions, total=False):
@@ -61,6 +62,7 @@ class Graphable:
         collectives: whether collective operations may be captured.
         verify: every `verify`-th call is compared with the function itself; None: no call is.
         compiler: what compiles the graphs; None: they repeat the operators as they are.
+        strict: whether a function that cannot be compiled is an error.
     """
 
     fn: Callable[..., Any]
@@ -74,6 +76,7 @@ class Graphable:
     collectives: bool
     verify: int | None = None
     compiler: str | None = None
+    strict: bool = False
 
 
 def make_graphable(fn: Callable[..., Any], options: GraphifyOptions) -> Graphable:
@@ -123,6 +126,7 @@ def make_graphable(fn: Callable[..., Any], options: GraphifyOptions) -> Graphabl
         collectives=options["collectives"],
         verify=options["verify"],
         compiler=options["compiler"],
+        strict=options["strict"],
     )
 
 

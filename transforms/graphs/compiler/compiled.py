@@ -1,18 +1,29 @@
-"""`record_compiled`: compiles a traced run, and records what the compiler made of it."""
+"""`Compilations`: compiles traced runs, shares what fits several classes, and records what the
+compiler made."""
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
+from weft.errors import CompilerError
 from weft.torchapi.private import storage_id, unowned
 from weft.transforms.graphs.backends.audit import Audit
 from weft.transforms.graphs.backends.cuda import CudaBackend
 from weft.transforms.graphs.calls.results import Outputs
 from weft.transforms.graphs.compiler.program import Program, compile_trace
-from weft.transforms.graphs.compiler.trace import Traced
+from weft.transforms.graphs.compiler.sizes import (
+    NotShared,
+    Sizes,
+    check_instance,
+    generalize,
+    independent,
+)
+from weft.transforms.graphs.compiler.trace import Trace, Traced
+from weft.transforms.graphs.options import Graphable
 
 
 @attrs.frozen(eq=False)
@@ -20,7 +31,7 @@ class CompiledRecording:
     """A compiled function on the CPU: a replay calls it, and copies its results to the addresses of
     the outputs."""
 
-    program: Program
+    run: Callable[[], Sequence[Tensor]]
     outputs: Outputs
     targets: tuple[Tensor, ...]
     num_pieces: int = 1
@@ -33,16 +44,117 @@ class CompiledRecording:
 
     def replay(self) -> None:
         with torch.no_grad():
-            for target, result in zip(self.targets, self.program(), strict=True):
+            for target, result in zip(self.targets, self.run(), strict=True):
                 target.copy_(result)
 
 
-def record_compiled(
-    traced: Traced, audit: Audit, backend: Any, by_reference: Sequence[Any], donated: Sequence[Any]
-) -> Any:
-    """Compile a traced run, and record the compiled function.
+@attrs.frozen(eq=False)
+class Compilation:
+    """A compiled trace, and the classes that it is for.
 
     Args:
+        trace: the trace, with expressions in place of the numbers that follow sizes.
+        outputs: the numbers of the values that it returns.
+        program: what the compiler made.
+    """
+
+    trace: Trace
+    outputs: tuple[int, ...]
+    program: Program
+
+
+@attrs.define(eq=False)
+class Compilations:
+    """The compilations of one graphified function."""
+
+    made: list[Compilation] = attrs.field(factory=list)
+    count: int = 0
+    """The number of compilations, shared or not."""
+    warned: bool = False
+
+    def note_failure(self, graphable: Graphable, title: str, error: Exception) -> None:
+        """Warn, once for a function, that it runs without the compiler.
+
+        Raises:
+            CompilerError: the function is strict.
+        """
+        problem = f"{type(error).__name__}: {str(error).strip().splitlines()[0]:.200}"
+        if graphable.strict:
+            instead = "what the compiler takes; or without strict=True, to run it uncompiled"
+            raise CompilerError(
+                f"graphify({graphable.name}, compiler={graphable.compiler!r})", problem, instead
+            ) from error
+        if not self.warned:
+            self.warned = True
+            warnings.warn(
+                f"{title}: runs without compiler={graphable.compiler!r}, which failed: {problem}."
+                " strict=True makes this an error.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def program_for(
+        self, traced: Traced, sizes: Sizes, others: Sequence[tuple[Callable[[], Traced], Sizes]]
+    ) -> Program:
+        """The program for a traced run.
+
+        Args:
+            traced: the run.
+            sizes: the sizes of its class; empty if there is no ladder.
+            others: traces another class of the ladder, and its sizes; for a few of them.
+        """
+        trace = traced.trace()
+        for compilation in self.made:
+            if compilation.outputs == traced.numbers and compilation.program.is_for(sizes):
+                try:
+                    check_instance(trace, compilation.trace, sizes)
+                except NotShared:
+                    continue
+                return compilation.program
+        program = self._shared(traced, trace, sizes, others) if others else None
+        self.count += 1
+        if program is None:
+            program = compile_trace(trace, traced.numbers)
+        return program
+
+    def _shared(
+        self,
+        traced: Traced,
+        trace: Trace,
+        sizes: Sizes,
+        others: Sequence[tuple[Callable[[], Traced], Sizes]],
+    ) -> Program | None:
+        """A program for this class and others; None if there can be none."""
+        try:
+            runs = [run() for run, _ in others]
+            if any(run.numbers != traced.numbers for run in runs):
+                return None
+            all_sizes = [sizes, *(of_class for _, of_class in others)]
+            general = generalize([trace, *(run.trace() for run in runs)], all_sizes)
+            hints = {name: sizes[name] for name in independent(all_sizes)}
+            program = compile_trace(general, traced.numbers, hints)
+        except NotShared:
+            return None
+        if not program.is_for(sizes):
+            return None
+        self.made.append(Compilation(general, traced.numbers, program))
+        return program
+
+
+def record_compiled(
+    program: Program,
+    sizes: Sizes,
+    traced: Traced,
+    audit: Audit,
+    backend: Any,
+    by_reference: Sequence[Any],
+    donated: Sequence[Any],
+) -> Any:
+    """Record a compiled run.
+
+    Args:
+        program: the compiled run.
+        sizes: the sizes of its class.
         traced: the run, whose outputs are fake tensors.
         audit: the audit of the run.
         backend: the back end on whose device the arguments are.
@@ -50,25 +162,27 @@ def record_compiled(
         donated: the tensors to save while the compiled function runs before a recording.
     """
     leaves = traced.outputs.leaves
-    numbers = {i: traced.number(x) for i, x in enumerate(leaves) if isinstance(x, Tensor)}
-    program = compile_trace(traced.trace(), [*numbers.values()])
+    indices = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    inputs = [x.tensor.detach() for x in traced.trace().inputs]
 
     def outputs_of(results: Sequence[Tensor]) -> Outputs:
-        by_index = dict(zip(numbers, results, strict=True))
+        by_index = dict(zip(indices, results, strict=True))
         return attrs.evolve(
             traced.outputs, leaves=tuple(by_index.get(i, x) for i, x in enumerate(leaves))
         )
 
     if isinstance(backend, CudaBackend):
-        return backend.record(lambda: outputs_of(program()), audit, donated)
+        arguments = program.arguments(inputs, sizes)
+        return backend.record(lambda: outputs_of(program.run([*arguments])), audit, donated)
     storages = {storage_id(x) for x in by_reference if isinstance(x, Tensor)}
     # The caller owns these, and a graph does not keep them alive.
     inputs = [
         unowned(x) if storage_id(x) in storages and x.untyped_storage().nbytes() else x
-        for x in program.inputs
+        for x in inputs
     ]
-    targets = tuple(_like(leaves[i]) for i in numbers)
-    return CompiledRecording(attrs.evolve(program, inputs=inputs), outputs_of(targets), targets)
+    arguments = program.arguments(inputs, sizes)
+    targets = tuple(_like(leaves[i]) for i in indices)
+    return CompiledRecording(lambda: program.run([*arguments]), outputs_of(targets), targets)
 
 
 def _like(fake: Tensor) -> Tensor:

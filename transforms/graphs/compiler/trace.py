@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from weft.torchapi.faking import fake_tensors, is_fake_of
+from weft.torchapi.faking import FakeTensorMode, fake_tensors, is_fake_of
 from weft.torchapi.patches import signal_capture
 from weft.torchapi.private import storage_id, unseen
 from weft.torchapi.watching import OperatorWatch, mode_of_watches, watching_by_mode
@@ -71,20 +71,38 @@ class Input:
         tensor: the real tensor.
         fake: the fake tensor that the run had in its place.
         is_literal: whether its values are numbers in the function's source.
+        geometry: its shape, strides and offset.
     """
 
     number: int
     tensor: Tensor
     fake: Tensor
     is_literal: bool = False
+    geometry: tuple[Any, Any, Any] = attrs.field()
+
+    @geometry.default
+    def _geometry(self) -> tuple[Any, Any, Any]:
+        return tuple(self.fake.shape), self.fake.stride(), int(self.fake.storage_offset())
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What else a compiled function depends on."""
+        return self.fake.dtype, self.fake.device, self.fake.is_conj(), self.fake.is_neg()
 
 
 @attrs.frozen(eq=False)
 class Trace:
-    """The operators of a run, in order, and the values that it starts from and returns."""
+    """The operators of a run, in order, and the values that it starts from.
+
+    Args:
+        inputs: the values that it starts from.
+        operations: the operators.
+        mode: the mode of the fake tensors.
+    """
 
     inputs: tuple[Input, ...]
     operations: tuple[Operation, ...]
+    mode: FakeTensorMode
 
 
 class Tracer(OperatorWatch):
@@ -265,7 +283,7 @@ class Tracer(OperatorWatch):
 
     def trace(self) -> Trace:
         """What was recorded."""
-        return Trace(tuple(self.inputs), tuple(self.operations))
+        return Trace(tuple(self.inputs), tuple(self.operations), self.mode)
 
 
 @functools.cache
@@ -349,11 +367,15 @@ class Traced:
     outputs: Any
     tracer: Tracer
 
-    def number(self, x: Tensor) -> int:
-        """The number of the value of a tensor that the run returned."""
-        return self.tracer.number(self.tracer.fake(x))
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers of the values that the run returned."""
+        tensors = [x for x in self.outputs.leaves if isinstance(x, Tensor)]
+        return tuple(self.tracer.number(self.tracer.fake(x)) for x in tensors)
 
     def trace(self) -> Trace:
+        """The operators of the run."""
+        _ = self.numbers  # a value that the run returned may need an operator of its own
         return self.tracer.trace()
 
 

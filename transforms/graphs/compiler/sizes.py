@@ -1,0 +1,207 @@
+"""Which numbers of a trace follow the sizes of a ladder's classes.
+
+A function is traced for a few classes, with the sizes as numbers. A number that differs between
+the traces becomes an expression in the sizes (`Size`), if one fits all of them. The trace of any
+other class is compared with these expressions before it shares the compilation, so a number that an
+expression gets wrong costs a compilation of its own, and never a wrong result.
+"""
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, fx
+
+from weft.torchapi.private import storage_id
+from weft.transforms.graphs.compiler.trace import Input, Trace
+
+# The sizes of a class, by the names that `weft.axes` gives them.
+Sizes = Mapping[str, int]
+
+
+@attrs.frozen
+class Size:
+    """`product of the factors * numerator // denominator + constant`, in a class's sizes."""
+
+    factors: tuple[str, ...]
+    numerator: int = 1
+    denominator: int = 1
+    constant: int = 0
+
+    def of(self, sizes: Mapping[str, Any]) -> Any:
+        """The number for a class, or for symbols."""
+        product: Any = self.numerator
+        for name in self.factors:
+            product = product * sizes[name]
+        return product // self.denominator + self.constant
+
+    def node(self, graph: fx.Graph, sizes: Mapping[str, fx.Node]) -> fx.Node:
+        """The same computation in a graph."""
+        result = sizes[self.factors[0]]
+        for name in self.factors[1:]:
+            result = graph.call_function(operator.mul, (result, sizes[name]))
+        if self.numerator != 1:
+            result = graph.call_function(operator.mul, (result, self.numerator))
+        if self.denominator != 1:
+            result = graph.call_function(operator.floordiv, (result, self.denominator))
+        if self.constant:
+            result = graph.call_function(operator.add, (result, self.constant))
+        return result
+
+
+class NotShared(Exception):
+    """Why classes cannot share a compilation, in words."""
+
+
+def independent(sizes: Sequence[Sizes]) -> list[str]:
+    """The sizes that differ between classes; of those that agree in all of them, the first."""
+    values = {name: tuple(of_class[name] for of_class in sizes) for name in sizes[0]}
+    first: dict[tuple[int, ...], str] = {}
+    for name, numbers in values.items():
+        if len({*numbers}) > 1:
+            first.setdefault(numbers, name)
+    return [*first.values()]
+
+
+def generalize(traces: Sequence[Trace], sizes: Sequence[Sizes]) -> Trace:
+    """The first trace, with a `Size` in place of each number that differs between the traces.
+
+    Raises:
+        NotShared: the traces differ in more than numbers, or no expression fits.
+    """
+    names = independent(sizes)
+    first, *others = traces
+    _compare_forms(first, others)
+
+    def generalized(*values: Any) -> Any:
+        return _generalized(values, names, sizes)
+
+    inputs = [
+        attrs.evolve(mine, geometry=generalized(mine.geometry, *(x.geometry for x in rest)))
+        for mine, *rest in zip(*(t.inputs for t in traces), strict=True)
+    ]
+    operations = [
+        attrs.evolve(
+            mine,
+            args=generalized(mine.args, *(x.args for x in rest)),
+            kwargs=generalized(mine.kwargs, *(x.kwargs for x in rest)),
+        )
+        for mine, *rest in zip(*(t.operations for t in traces), strict=True)
+    ]
+    return attrs.evolve(first, inputs=tuple(inputs), operations=tuple(operations))
+
+
+def check_instance(trace: Trace, general: Trace, sizes: Sizes) -> None:
+    """Raise NotShared if a class's trace is not the general one with this class's sizes."""
+    _compare_forms(general, [trace])
+    for one, other in zip(general.inputs, trace.inputs, strict=True):
+        _check_value(one.geometry, other.geometry, sizes)
+    for mine, yours in zip(general.operations, trace.operations, strict=True):
+        _check_value((mine.args, mine.kwargs), (yours.args, yours.kwargs), sizes)
+
+
+def _compare_forms(first: Trace, others: Sequence[Trace]) -> None:
+    """Raise NotShared if traces differ in operators, inputs or aliasing."""
+    for other in others:
+        if len(first.operations) != len(other.operations) or len(first.inputs) != len(other.inputs):
+            raise NotShared("another number of operators or of inputs")
+        for mine, yours in zip(first.operations, other.operations, strict=True):
+            if mine.func is not yours.func or mine.results != yours.results:
+                raise NotShared(f"{yours.func} where another class has {mine.func}")
+        for one, two in zip(first.inputs, other.inputs, strict=True):
+            if (one.number, one.kind) != (two.number, two.kind):
+                raise NotShared("another input")
+            if one.is_literal and not _same_literal(one.tensor, two.tensor):
+                raise NotShared("other numbers in the function")
+        if _sharing(first.inputs) != _sharing(other.inputs):
+            raise NotShared("inputs that share memory in another way")
+
+
+def _same_literal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
+
+
+def _sharing(inputs: Sequence[Input]) -> list[int]:
+    """For each input, the index of the first one in the same storage."""
+    first: dict[int, int] = {}
+    return [first.setdefault(storage_id(x.tensor), i) for i, x in enumerate(inputs)]
+
+
+def _generalized(values: Sequence[Any], names: Sequence[str], sizes: Sequence[Sizes]) -> Any:
+    mine = values[0]
+    if isinstance(mine, tuple | list):
+        if any(type(x) is not type(mine) or len(x) != len(mine) for x in values):
+            raise NotShared("arguments of other lengths")
+        kind = list if isinstance(mine, list) else tuple
+        return kind([_generalized(x, names, sizes) for x in zip(*values, strict=True)])
+    if isinstance(mine, dict):
+        if any(x.keys() != mine.keys() for x in values):
+            raise NotShared("other keyword arguments")
+        return {name: _generalized([x[name] for x in values], names, sizes) for name in mine}
+    if all(_is_same(x, mine) for x in values):
+        return mine
+    if any(type(x) is not int for x in values):
+        raise NotShared(f"{values[1]!r} where another class has {mine!r}")
+    return _size_for(values, names, sizes)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two arguments are the same; for floats, whether they have the same digits."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, float | complex):
+        return repr(one) == repr(other)
+    return bool(one == other)
+
+
+def _size_for(values: Sequence[int], names: Sequence[str], sizes: Sequence[Sizes]) -> Size:
+    """The simplest expression that has these values for these classes."""
+    for size in _candidates(values, names, sizes):
+        if all(size.of(s) == value for s, value in zip(sizes, values, strict=True)):
+            return size
+    raise NotShared(f"numbers that follow no size: {', '.join(map(str, values))}")
+
+
+def _candidates(
+    values: Sequence[int], names: Sequence[str], sizes: Sequence[Sizes]
+) -> Iterator[Size]:
+    products = [(name,) for name in names]
+    products += [(one, two) for i, one in enumerate(names) for two in names[i:]]
+    linear = [_through_two_points(factors, values, sizes) for factors in products]
+    fits = [size for size in linear if size is not None]
+    # A multiple of a size before a size and a constant.
+    yield from sorted(fits, key=lambda x: (x.constant != 0, len(x.factors), x.denominator))
+
+
+def _through_two_points(
+    factors: tuple[str, ...], values: Sequence[int], sizes: Sequence[Sizes]
+) -> Size | None:
+    product = [Size(factors).of(s) for s in sizes]
+    pairs = [(i, j) for i in range(len(values)) for j in range(i) if product[i] != product[j]]
+    if not pairs:
+        return None
+    i, j = pairs[0]
+    slope = Fraction(values[i] - values[j], product[i] - product[j])
+    constant = values[i] - product[i] * slope.numerator // slope.denominator
+    return Size(factors, slope.numerator, slope.denominator, constant)
+
+
+def _check_value(general: Any, value: Any, sizes: Sizes) -> None:
+    if isinstance(general, Size):
+        if type(value) is not int or general.of(sizes) != value:
+            raise NotShared(f"{value!r} where the sizes give {general.of(sizes)}")
+    elif isinstance(general, tuple | list):
+        if not isinstance(value, tuple | list) or len(general) != len(value):
+            raise NotShared("arguments of other lengths")
+        for one, other in zip(general, value, strict=True):
+            _check_value(one, other, sizes)
+    elif isinstance(general, dict):
+        if general.keys() != value.keys():
+            raise NotShared("other keyword arguments")
+        for name, one in general.items():
+            _check_value(one, value[name], sizes)
+    elif not _is_same(general, value):
+        raise NotShared(f"{value!r} where another class has {general!r}")
