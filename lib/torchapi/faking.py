@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._functorch import config as functorch_config
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from weft.torchapi.frames import clear_frames
@@ -44,6 +45,21 @@ class _Fakes(FakeTensorMode):
 def fake_tensors() -> FakeTensorMode:
     """A context in which operators make fake tensors. It accepts real ones as inputs too."""
     return _Fakes(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+
+
+def forget_real_tensors(mode: FakeTensorMode) -> None:
+    """Drop what a mode remembers of the tensors that its fake ones stand for: weak references to
+    them, which `torch.utils.swap_tensors` refuses."""
+    mode.fake_tensor_converter = FakeTensorConverter()
+
+
+def without_data_pointers() -> contextlib.AbstractContextManager[Any]:
+    """A context in which new fake tensors raise an error if code asks for their address, to read or
+    write there without an operator."""
+    patched: contextlib.AbstractContextManager[Any] = functorch_config.patch(
+        fake_tensor_allow_unsafe_data_ptr_access=False
+    )
+    return patched
 
 
 def is_fake_of(tensor: Tensor, mode: FakeTensorMode) -> bool:

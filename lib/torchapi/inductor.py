@@ -9,6 +9,8 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from weft.torchapi.private import BelowAutograd, WithoutAutocast, WithoutFunctionModes
+
 
 class Symbols:
     """Sizes that are symbols in a compiled graph.
@@ -20,7 +22,6 @@ class Symbols:
 
     def __init__(self, mode: FakeTensorMode, hints: Mapping[str, int]) -> None:
         assert mode.shape_env is not None
-        self._mode = mode
         self._env: ShapeEnv = mode.shape_env
         self.by_name: dict[str, Any] = {}
         self._symbols: dict[Any, str] = {}
@@ -34,11 +35,6 @@ class Symbols:
             )
             self._symbols[symbol] = name
             self.by_name[name] = self._env.create_symintnode(symbol, hint=hint, source=source)
-
-    def empty(self, shape: Sequence[Any], stride: Sequence[Any], like: Tensor) -> Tensor:
-        """A fake tensor of a shape with symbols, with the dtype and the device of another."""
-        with self._mode:
-            return torch.empty_strided(shape, stride, dtype=like.dtype, device=like.device)
 
     def hold(self, sizes: Mapping[str, int]) -> bool:
         """Whether these sizes satisfy everything that the compiler assumed of the symbols."""
@@ -54,32 +50,66 @@ class Symbols:
         return all(bool(guard.expr.xreplace(values)) for guard in self._env.guards)
 
 
+# A compiler as `torch.compile(backend=...)` takes it: by name, or a function (graph, example inputs)
+# that returns a function.
+Compiler = str | Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+
+
+def compilers() -> list[str]:
+    """The names of the compilers that torch has, debugging ones included."""
+    from torch._dynamo.backends.registry import list_backends
+
+    # It captures CUDA graphs of its own.
+    return sorted({*list_backends(exclude_tags=())} - {"cudagraphs"})
+
+
 def compile_graph(
-    module: fx.GraphModule, examples: Sequence[Any], mode: FakeTensorMode
+    module: fx.GraphModule, examples: Sequence[Any], mode: FakeTensorMode, compiler: Compiler
 ) -> Callable[[list[Any]], Sequence[Tensor]]:
-    """Compile a graph of operators, without CUDA graphs of Inductor's own. Draws of random numbers
-    stay the operators' own, so that they take the same stream.
+    """Compile a graph of operators, without CUDA graphs of the compiler's own.
+
+    Inductor's draws of random numbers stay the operators' own, so that they take the same stream.
 
     Args:
         module: the graph.
         examples: a symbol or a fake tensor for each of its placeholders.
         mode: the mode of the fake tensors.
+        compiler: the compiler.
     """
-    patches = {
-        "triton.cudagraphs": False,
-        "fallback_random": True,
-        "triton.autotune_at_compile_time": False,
-    }
     context = torch._guards.TracingContext(mode)
-    with torch.no_grad(), torch._guards.tracing(context):
-        artifact = torch._inductor.standalone_compile(
-            module,
-            list(examples),
-            dynamic_shapes="from_tracing_context",
-            options={"config_patches": patches},
-        )
+    # The trace has the casts of autocast and the devices of modes in it.
+    with (
+        torch.no_grad(),
+        WithoutAutocast(),
+        WithoutFunctionModes(),
+        torch._guards.tracing(context),
+    ):
+        if compiler == "inductor":
+            compiled: Callable[..., Any] = torch._inductor.standalone_compile(
+                module,
+                list(examples),
+                dynamic_shapes="from_tracing_context",
+                options={"config_patches": _PATCHES},
+            )
+        else:
+            compile_function = compiler
+            if isinstance(compiler, str):
+                compile_function = torch._dynamo.lookup_backend(compiler)
+            compiled = compile_function(module, list(examples))
+
+    # They refer to the mode of the fake tensors, and it to the caller's tensors.
+    for node in module.graph.nodes:
+        node.meta.clear()
 
     def run(arguments: list[Any]) -> Any:
-        return artifact(*arguments)
+        with BelowAutograd(), WithoutAutocast(), WithoutFunctionModes(), torch.no_grad():
+            return compiled(*arguments)
 
     return run
+
+
+_PATCHES = {
+    "triton.cudagraphs": False,
+    "fallback_random": True,
+    "triton.autotune_at_compile_time": False,
+}

@@ -19,6 +19,7 @@ from contextvars import ContextVar
 from typing import Any, Self
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 KEY = torch._C._dispatch_key_parse("Fake")
@@ -87,7 +88,20 @@ class _ToWatches(TorchDispatchMode):
                 result = func.decompose(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
-        return _active()[-1].operator(func, args, kwargs or {})
+        watch = _active()[-1]
+        positions = _tensors_only(func)
+        if any(_is_number(args[i]) for i in positions if i < len(args)):
+            args = tuple(
+                self._lifted(watch, x) if i in positions and _is_number(x) else x
+                for i, x in enumerate(args)
+            )
+        return watch.operator(func, args, kwargs or {})
+
+    def _lifted(self, watch: OperatorWatch, number: Any) -> Any:
+        """A tensor in place of a number, as the watches see any new tensor."""
+        with temporarily_clear_interpreter_stack():
+            tensor = _tensor(number)
+        return watch.operator(torch.ops.aten.lift_fresh.default, (tensor,), {})
 
 
 @contextlib.contextmanager
@@ -163,12 +177,14 @@ def _with_tensors(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments, with tensors again where torch has turned a zero-dimensional tensor into a
     number, which the operator does not take."""
     positions = _tensors_only(func)
-    if not any(
-        isinstance(args[i], bool | int | float | complex) for i in positions if i < len(args)
-    ):
+    if not any(_is_number(args[i]) for i in positions if i < len(args)):
         return args
     # Watches see each new tensor as a constant, through the operator that lifts it.
     return tuple(_tensor(x) if i in positions else x for i, x in enumerate(args))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool | int | float | complex)
 
 
 def _tensor(value: Any) -> Any:

@@ -30,7 +30,7 @@ from weft.transforms.graphs.calls.fast_path import FastPaths
 from weft.transforms.graphs.calls.key import CacheInfo, Key, TreeKey, Weakly
 from weft.transforms.graphs.calls.results import Handover, hand_over
 from weft.transforms.graphs.capture import Graph, capture, title_of
-from weft.transforms.graphs.compiler.compiled import Compilations
+from weft.transforms.graphs.compiler.compiled import Compilations, CompiledRecording
 from weft.transforms.graphs.dispatch import Decision, dispatch
 from weft.transforms.graphs.explain import (
     INLINE,
@@ -119,6 +119,9 @@ def make_plan(
     )
     fill = copies.fill if copies else None
     replay = graph.recording.replay
+    if isinstance(graph.recording, CompiledRecording) and not borrow and padded == unpadded:
+        replay, results, take = graph.recording.new_results()
+        handover = attrs.evolve(handover, outputs=results, clone_or_lend=take)
     holds = graph.outside.holds
     return Plan(graph, wait_for_last_replay, fill, replay, handover, holds)
 
@@ -189,7 +192,9 @@ class Cache:
         self._recaptures = Recaptures(self.graphable.name, self.graphable.roles.donated)
         self._outside_change = ""
         self._inlines = Inlines(self.graphable.name)
-        self.compilations = None if self.graphable.compiler is None else Compilations()
+        self.compilations = (
+            None if self.graphable.compiler is None else Compilations(self.graphable.compiler)
+        )
 
     def info(self) -> CacheInfo:
         """The counts since the last `clear()`."""

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from weft.batches.padding import inert, padded_shape
 from weft.errors import CaptureError, WeftError
 from weft.ops.constants import constant
+from weft.torchapi.frames import clear_frames
 from weft.torchapi.private import is_fake, storage_id, switches_put_back, unowned, unseen
 from weft.torchapi.watching import OperatorWatch
 from weft.transforms.graphs.backends import Backend, Recording
 from weft.transforms.graphs.backends.audit import Audit, Inputs
+from weft.transforms.graphs.backends.randomness import UnknownGenerator
 from weft.transforms.graphs.calls.aliasing import Storages
 from weft.transforms.graphs.calls.buffers import InputBufferPool
 from weft.transforms.graphs.calls.call import Call, invoke
@@ -353,10 +355,14 @@ def capture(
         split_at = frozenset()
     with ONE_AT_A_TIME:
         captured = None
+        failure: Exception | None = None
         if compilations is not None:
-            captured = _compile(graphable, call, mode, descriptor, backend, compilations)
+            captured, failure = _compile(graphable, call, mode, descriptor, backend, compilations)
         if captured is None:
             captured = _record(graphable, call, split_at, descriptor, backend, watch)
+        if compilations is not None and failure is not None:
+            # Only now: if the function raises an error of its own, that is what the user sees.
+            compilations.note_failure(graphable, title_of(graphable.name, descriptor), failure)
     prepared = captured.prepared
     audit = captured.audit
     recording = captured.recording
@@ -483,13 +489,9 @@ def _compile(
     descriptor: Any,
     backend: Backend,
     compilations: Compilations,
-) -> _Captured | None:
-    """Compile a function, and record what the compiler made. None if it cannot be compiled; then a
-    warning has said so.
-
-    Raises:
-        CompilerError: it cannot be compiled, and the function is strict.
-    """
+) -> tuple[_Captured | None, Exception | None]:
+    """Compile a function, and record what the compiler made; or return why it cannot be
+    compiled."""
     # On other pools than the back end's: most classes are traced for their sizes only.
     trace_class = partial(_trace, graphable, call, backend)
     others = _similar_classes(graphable, call, mode, descriptor)
@@ -509,8 +511,8 @@ def _compile(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        compilations.note_failure(graphable, title_of(graphable.name, descriptor), error)
-        return None
+        clear_frames(error)  # they hold the tensors of the trace
+        return None, error
     donated = [x for x in call.reference_leaves[: call.num_donated] if isinstance(x, Tensor)]
     donated = [x for x in donated if is_saved(x, descriptor)]
     recording = record_compiled(
@@ -519,19 +521,37 @@ def _compile(
     inputs = (*call.reference_leaves, *prepared.buffers)
     allocated = {storage_id(x) for x in recording.outputs.leaves if isinstance(x, Tensor)}
     allocated -= {storage_id(x) for x in inputs if isinstance(x, Tensor)}
-    return _Captured(recording, prepared, audit, allocated)
+    return _Captured(recording, prepared, audit, allocated), None
 
 
 def _trace(
     graphable: Graphable, call: Call, backend: Backend, descriptor: Any, buffers: InputBufferPool
 ) -> tuple[Traced, Prepared, Audit]:
     """Trace a function for a class."""
+    try:
+        return _trace_once(graphable, call, backend, descriptor, buffers, rehearse=False)
+    except (CaptureError, UnknownGenerator):
+        # A first run may do what later ones do not: fill a cache, make a generator known.
+        return _trace_once(graphable, call, backend, descriptor, buffers, rehearse=True)
+
+
+def _trace_once(
+    graphable: Graphable,
+    call: Call,
+    backend: Backend,
+    descriptor: Any,
+    buffers: InputBufferPool,
+    *,
+    rehearse: bool,
+) -> tuple[Traced, Prepared, Audit]:
     tracer = Tracer()
     with backend.allocating():
         prepared = prepare(graphable, call, descriptor, buffers, tracer.fake)
     audit = audit_of(graphable, prepared, backend.device)
     with prepared.restored(audit), _with_padding_note(graphable.name, descriptor):
-        traced = _checked(lambda: trace(prepared.run, audit, tracer), prepared, audit, call)
+        traced = _checked(
+            lambda: trace(prepared.run, audit, tracer, rehearse=rehearse), prepared, audit, call
+        )
     return traced, prepared, audit
 
 

@@ -126,6 +126,8 @@ class Audit(OperatorWatch):
     Attributes:
         read_earlier: the storages from outside that earlier captures read; the recorded run adds its
             own.
+        real: the tensor from outside that a tensor of the run stands for: itself, unless the run is
+            on fake tensors.
         has_unknown: whether a recorded run without a rehearsal read tensors that may be older than
             the run, or may be another thread's results. A recorded run after a rehearsal can tell
             them apart.
@@ -167,6 +169,7 @@ class Audit(OperatorWatch):
         self._results: list[weakref.ref[Tensor]] = []
         self.external: dict[int, Tensor] = {}
         self.read_earlier: External = External()
+        self.real: Callable[[Tensor], Tensor] = lambda tensor: tensor
         self._rehearsed: dict[int, Tensor] | None = None
         self._is_recorded = False
         self.has_unknown = False
@@ -328,7 +331,7 @@ class Audit(OperatorWatch):
         # A rehearsal sees each tensor for the first time, and so cannot tell.
         if not self._is_recorded or storage in self.external:
             return
-        if self._host_reads.fills or not _may_be_a_result(tensor):
+        if self._host_reads.fills or not _may_be_a_result(self.real(tensor)):
             return
         if self._rehearsed is not None:
             if storage in self._rehearsed:
@@ -340,7 +343,7 @@ class Audit(OperatorWatch):
             fault += "another thread did, whose work the capture of this one does not see"
             instead = "compute it in this thread; or graphify the function that the thread runs"
             raise self.refuse(fault, instead)
-        if storage not in self.read_earlier:
+        if storage_id(self.real(tensor)) not in self.read_earlier:
             self.has_unknown = True
 
     def _note_returned(self) -> None:

@@ -298,7 +298,7 @@ def _tree(outputs: Outputs) -> Any:
 
 
 R = TypeVar("R")
-Cloner = Callable[[tuple[Tensor, ...]], list[Tensor]]
+Cloner = Callable[[Any], list[Tensor]]
 
 
 def plan_lending(outputs: Sequence[Tensor], cloned: Sequence[int]) -> Cloner:
@@ -366,13 +366,13 @@ class Handover:
     """The plan that makes the caller's result after a replay.
 
     Args:
-        outputs: the recording's own output tensors.
+        outputs: the recording's own output tensors; or the list in which a replay puts new ones.
         build: `(the clones or lent tensors, the caller's own leaves) -> result`.
         clone_or_lend: clones the outputs, so that no later replay changes the result, or lends
             them.
     """
 
-    outputs: tuple[Tensor, ...]
+    outputs: Sequence[Tensor]
     build: Callable[[Sequence[Tensor], Sequence[Any]], Any]
     clone_or_lend: Cloner
 

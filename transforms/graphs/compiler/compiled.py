@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from weft.errors import CompilerError
+from weft.torchapi.inductor import Compiler
 from weft.torchapi.private import storage_id, unowned
 from weft.transforms.graphs.backends.audit import Audit
 from weft.transforms.graphs.backends.cuda import CudaBackend
-from weft.transforms.graphs.calls.results import Outputs
+from weft.transforms.graphs.calls.aliasing import overlaps_itself
+from weft.transforms.graphs.calls.buffers import in_a_row
+from weft.transforms.graphs.calls.results import Cloner, Outputs
 from weft.transforms.graphs.compiler.program import Program, compile_trace
 from weft.transforms.graphs.compiler.sizes import (
     NotShared,
@@ -28,12 +31,19 @@ from weft.transforms.graphs.options import Graphable
 
 @attrs.frozen(eq=False)
 class CompiledRecording:
-    """A compiled function on the CPU: a replay calls it, and copies its results to the addresses of
-    the outputs."""
+    """A compiled function on the CPU, which a replay calls.
+
+    Args:
+        run: calls it on the tensors of the capture.
+        outputs: the outputs, at addresses of their own.
+        targets: the tensors among them.
+        aliases: the indices of the targets that share memory with an input or with another one.
+    """
 
     run: Callable[[], Sequence[Tensor]]
     outputs: Outputs
     targets: tuple[Tensor, ...]
+    aliases: frozenset[int]
     num_pieces: int = 1
     driver_bytes: int = 0
 
@@ -43,9 +53,27 @@ class CompiledRecording:
         return sum(x.nbytes for x in self.targets)
 
     def replay(self) -> None:
-        with torch.no_grad():
-            for target, result in zip(self.targets, self.run(), strict=True):
+        """Call the function, and copy its results to the outputs."""
+        for target, result in zip(self.targets, self.run(), strict=True):
+            if overlaps_itself(target):
+                in_a_row(target).copy_(in_a_row(result))
+            else:
                 target.copy_(result)
+
+    def new_results(self) -> tuple[Callable[[], None], list[Tensor], Cloner]:
+        """A replay that leaves the outputs alone, the list in which it puts its results, and a
+        function that takes them from there: nobody else holds them, so they need no copies."""
+        results: list[Tensor] = []
+
+        def replay() -> None:
+            results[:] = self.run()
+
+        def take(_: Any) -> list[Tensor]:
+            taken = [x.clone() if i in self.aliases else x for i, x in enumerate(results)]
+            results.clear()
+            return taken
+
+        return replay, results, take
 
 
 @attrs.frozen(eq=False)
@@ -65,20 +93,27 @@ class Compilation:
 
 @attrs.define(eq=False)
 class Compilations:
-    """The compilations of one graphified function."""
+    """The compilations of one graphified function.
 
+    Args:
+        compiler: the compiler.
+        made: those that several classes may share.
+    """
+
+    compiler: Compiler
     made: list[Compilation] = attrs.field(factory=list)
     count: int = 0
     """The number of compilations, shared or not."""
     warned: bool = False
 
     def note_failure(self, graphable: Graphable, title: str, error: Exception) -> None:
-        """Warn, once for a function, that it runs without the compiler.
+        """Warn, once for a function, that it is captured without the compiler.
 
         Raises:
             CompilerError: the function is strict.
         """
-        problem = f"{type(error).__name__}: {str(error).strip().splitlines()[0]:.200}"
+        text = next(iter(str(error).strip().splitlines()), "")
+        problem = f"{type(error).__name__}: {text:.200}"
         if graphable.strict:
             instead = "what the compiler takes; or without strict=True, to run it uncompiled"
             raise CompilerError(
@@ -114,7 +149,7 @@ class Compilations:
         program = self._shared(traced, trace, sizes, others) if others else None
         self.count += 1
         if program is None:
-            program = compile_trace(trace, traced.numbers)
+            program = compile_trace(trace, traced.numbers, self.compiler)
         return program
 
     def _shared(
@@ -132,12 +167,12 @@ class Compilations:
             all_sizes = [sizes, *(of_class for _, of_class in others)]
             general = generalize([trace, *(run.trace() for run in runs)], all_sizes)
             hints = {name: sizes[name] for name in independent(all_sizes)}
-            program = compile_trace(general, traced.numbers, hints)
+            program = compile_trace(general, traced.numbers, self.compiler, hints)
         except NotShared:
             return None
         if not program.is_for(sizes):
             return None
-        self.made.append(Compilation(general, traced.numbers, program))
+        self.made.append(Compilation(general.without_tensors(), traced.numbers, program))
         return program
 
 
@@ -182,7 +217,20 @@ def record_compiled(
     ]
     arguments = program.arguments(inputs, sizes)
     targets = tuple(_like(leaves[i]) for i in indices)
-    return CompiledRecording(lambda: program.run([*arguments]), outputs_of(targets), targets)
+    run = program.run
+    return CompiledRecording(
+        lambda: run([*arguments]), outputs_of(targets), targets, _aliases(traced, indices)
+    )
+
+
+def _aliases(traced: Traced, indices: Sequence[int]) -> frozenset[int]:
+    """The positions of the outputs that share memory with an input or with another output."""
+    leaves = traced.outputs.leaves
+    storages = [storage_id(traced.tracer.fake(leaves[i])) for i in indices]
+    inputs = {storage_id(x.fake) for x in traced.trace().inputs}
+    return frozenset(
+        i for i, x in enumerate(storages) if x in inputs or storages.count(x) > 1
+    )
 
 
 def _like(fake: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import Tensor, fx
 
-from weft.torchapi.inductor import Symbols, compile_graph
+from weft.torchapi.inductor import Compiler, Symbols, compile_graph
 from weft.transforms.graphs.compiler.sizes import NotShared, Size, Sizes
 from weft.transforms.graphs.compiler.trace import Input, Operation, Ref, Trace
 
@@ -38,12 +38,15 @@ class Program:
         return self.symbols is not None and self.symbols.hold(sizes)
 
 
-def compile_trace(trace: Trace, outputs: Sequence[int], sizes: Sizes | None = None) -> Program:
+def compile_trace(
+    trace: Trace, outputs: Sequence[int], compiler: Compiler, sizes: Sizes | None = None
+) -> Program:
     """Compile a trace that returns the values with these numbers.
 
     Args:
         trace: the trace; with `sizes`, its numbers may be `Size`.
         outputs: the numbers of the values that it returns.
+        compiler: the compiler.
         sizes: the sizes of a class, for whose numbers the compiler chooses if it has to.
     """
     builder = _Builder(trace, sizes)
@@ -51,7 +54,7 @@ def compile_trace(trace: Trace, outputs: Sequence[int], sizes: Sizes | None = No
         builder.add(operation)
     builder.graph.output([builder.nodes[number] for number in outputs])
     module = fx.GraphModule(torch.nn.Module(), builder.graph)
-    run = compile_graph(module, builder.examples, trace.mode)
+    run = compile_graph(module, builder.examples, trace.mode, compiler)
     return Program(run, tuple(builder.takes), builder.symbols)
 
 
@@ -69,6 +72,7 @@ class _Builder:
         self.nodes: dict[int, Any] = {}
         self.takes: list[int] = []
         self.examples: list[Any] = []
+        self._mode = trace.mode
         self.symbols = None if sizes is None else Symbols(trace.mode, sizes)
         self._sizes: dict[str, fx.Node] = {}
         # As arguments of their own: torch's cache keeps what the compiler assumed of these only.
@@ -90,7 +94,9 @@ class _Builder:
         if _has_size(value.geometry):
             if self.symbols is None or offset != 0:
                 raise NotShared("a part of a tensor whose size differs between classes")
-            fake = self.symbols.empty(self._values(shape), self._values(stride), fake)
+            options = {"dtype": fake.dtype, "device": fake.device}
+            with self._mode:
+                fake = torch.empty_strided(self._values(shape), self._values(stride), **options)
         self.nodes[value.number] = self._placeholder(f"input_{value.number}", fake)
         self.takes.append(index)
 

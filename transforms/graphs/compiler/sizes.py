@@ -15,7 +15,6 @@ import attrs
 import torch
 from torch import Tensor, fx
 
-from weft.torchapi.private import storage_id
 from weft.transforms.graphs.compiler.trace import Input, Trace
 
 # The sizes of a class, by the names that `weft.axes` gives them.
@@ -112,22 +111,14 @@ def _compare_forms(first: Trace, others: Sequence[Trace]) -> None:
             if mine.func is not yours.func or mine.results != yours.results:
                 raise NotShared(f"{yours.func} where another class has {mine.func}")
         for one, two in zip(first.inputs, other.inputs, strict=True):
-            if (one.number, one.kind) != (two.number, two.kind):
+            if (one.number, one.kind, one.shares) != (two.number, two.kind, two.shares):
                 raise NotShared("another input")
             if one.is_literal and not _same_literal(one.tensor, two.tensor):
                 raise NotShared("other numbers in the function")
-        if _sharing(first.inputs) != _sharing(other.inputs):
-            raise NotShared("inputs that share memory in another way")
 
 
 def _same_literal(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one, other)
-
-
-def _sharing(inputs: Sequence[Input]) -> list[int]:
-    """For each input, the index of the first one in the same storage."""
-    first: dict[int, int] = {}
-    return [first.setdefault(storage_id(x.tensor), i) for i, x in enumerate(inputs)]
 
 
 def _generalized(values: Sequence[Any], names: Sequence[str], sizes: Sequence[Sizes]) -> Any:

@@ -6,7 +6,7 @@ operator (`x.data`, autograd's views), and operators write to memory.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -14,11 +14,18 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from weft.torchapi.faking import FakeTensorMode, fake_tensors, is_fake_of
+from weft.torchapi.faking import (
+    FakeTensorMode,
+    fake_tensors,
+    forget_real_tensors,
+    is_fake_of,
+    without_data_pointers,
+)
 from weft.torchapi.patches import signal_capture
-from weft.torchapi.private import storage_id, unseen
+from weft.torchapi.private import WithoutFunctionModes, is_fake, storage_id, without_modes
 from weft.torchapi.watching import OperatorWatch, mode_of_watches, watching_by_mode
 from weft.transforms.graphs.backends.audit import Audit
+from weft.transforms.graphs.backends.loops import looping
 from weft.transforms.graphs.backends.operators import (
     TRANSFERS,
     flat_tensors,
@@ -28,8 +35,8 @@ from weft.transforms.graphs.backends.operators import (
 )
 from weft.transforms.graphs.backends.randomness import may_draw
 
-# The most elements of a tensor that a trace computes for real, so that the function may read it.
-_MOST_REAL = 2**16
+# The most elements of a tensor that a trace computes for real too.
+_MOST_REAL = 2**20
 _as_strided = torch.ops.aten.as_strided.default
 
 
@@ -71,13 +78,15 @@ class Input:
         tensor: the real tensor.
         fake: the fake tensor that the run had in its place.
         is_literal: whether its values are numbers in the function's source.
+        shares: the number of the first input in the same memory.
         geometry: its shape, strides and offset.
     """
 
     number: int
     tensor: Tensor
     fake: Tensor
-    is_literal: bool = False
+    is_literal: bool
+    shares: int
     geometry: tuple[Any, Any, Any] = attrs.field()
 
     @geometry.default
@@ -104,20 +113,28 @@ class Trace:
     operations: tuple[Operation, ...]
     mode: FakeTensorMode
 
+    def without_tensors(self) -> "Trace":
+        """The trace without the caller's tensors, which nothing may keep alive."""
+        none = torch.empty(0)
+        inputs = [x if x.is_literal else attrs.evolve(x, tensor=none) for x in self.inputs]
+        return attrs.evolve(self, inputs=tuple(inputs))
+
 
 class Tracer(OperatorWatch):
     """A watch that runs operators on fake tensors, and records them.
 
-    A small tensor on the CPU that depends on no argument is computed for real too. The function
-    receives the real one, whose values it may read; the fake one stands for it in the trace.
+    A small tensor that depends on no argument is computed for real too. The function receives the
+    real one: it may read its values if they come from numbers alone, and may keep it in a cache.
+    The fake one stands for it in the trace.
     """
 
     def __init__(self) -> None:
         self.mode = fake_tensors()
         self.operations: list[Operation] = []
         self.inputs: list[Input] = []
-        self.constants = set[int]()
-        """The storages of the real tensors that the run made, as `storage_id` gives them."""
+        self.stale = set[int]()
+        """The storages of real tensors, as `storage_id` gives them, over whose values the run has
+        written something that depends on arguments."""
         self._count = 0
         self._numbers: dict[tuple[Any, ...], int] = {}
         # A number, and whether it is an input, for each storage. The storages are kept, and not the
@@ -126,42 +143,63 @@ class Tracer(OperatorWatch):
         # The fake tensors of constants, by tensor object, and one for each storage.
         self._fakes = WeakIdKeyDictionary()
         self._twins: dict[int, Tensor] = {}
+        # The storages of the real tensors that the run made: no new storage gets the address of one.
+        self._kept: list[torch.UntypedStorage] = []
         # (tensor from before the run, its fake tensor), by the storage of the fake tensor.
         self._outside: dict[int, tuple[Tensor, Tensor]] = {}
         self._literals = set[int]()
+        self._gradients: list[tuple[Tensor, Tensor | None]] = []
+
+    unable: str | None = None
+
+    def loop(self, flag: Tensor, carry: Sequence[Tensor], step: Callable[[], None]) -> None:
+        """Refuse a loop whose length depends on data."""
+        raise Untraceable("weft.while_loop, whose number of steps depends on data")
 
     def fake(self, tensor: Tensor) -> Tensor:
         """The fake tensor that stands for a tensor."""
         if is_fake_of(tensor, self.mode):
             return tensor
         if (fake := self._fakes.get(tensor)) is not None:
-            with unseen():  # a new tensor object, which does not count as kept
+            with without_modes():  # a new tensor object, which does not count as kept
                 return fake.detach()
         if (twin := self._twins.get(storage_id(tensor))) is not None:
-            with unseen():
+            with without_modes():
                 return twin.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
             raise Untraceable(f"a tensor of class {type(tensor).__name__}, {tensor.layout}")
-        with unseen():
+        if tensor.is_quantized:
+            raise Untraceable("a quantized tensor")
+        if tensor.requires_grad and tensor.is_leaf:
+            with WithoutFunctionModes():
+                self._gradients.append((tensor, tensor.grad))
+        with without_modes():
             fake = self.mode.from_tensor(tensor, static_shapes=True)
         self._outside.setdefault(storage_id(fake), (tensor, fake))
         return fake
 
     def real(self, fake: Tensor) -> Tensor:
-        """The real tensor that a fake one stands for, if no operator of the run made it."""
-        if not is_fake_of(fake, self.mode):
-            return fake
-        return self._outside[storage_id(fake)][0]
+        """The real tensor that a fake one stands for; itself if an operator of the run made it."""
+        if is_fake_of(fake, self.mode) and storage_id(fake) in self._outside:
+            return self._outside[storage_id(fake)][0]
+        return fake
+
+    def restore_gradients(self) -> None:
+        """Undo the changes of a refused `backward()` to the gradients of tensors from outside."""
+        for tensor, gradient in self._gradients:
+            if tensor.grad is not gradient:
+                tensor.grad = gradient
 
     def forget(self) -> None:
         """Forget a run, but not which fake tensors stand for tensors from before the run."""
         self.operations.clear()
         self.inputs.clear()
-        self.constants.clear()
+        self.stale.clear()
         self._numbers.clear()
         self._storages.clear()
         self._fakes.clear()
         self._twins.clear()
+        self._kept.clear()
         self._count = 0
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -174,6 +212,8 @@ class Tracer(OperatorWatch):
         named_refs = map_tensors(self._ref, fake_kwargs)
         with self.mode:
             result = self.pass_on(func, fake_args, fake_kwargs)
+        if any(x.is_quantized for x in tensors_in(result)):
+            raise Untraceable(f"{func}, which makes a quantized tensor")
         self._record(func, refs, named_refs, result, fake_args, fake_kwargs)
         if self._is_constant(func, args, kwargs, result):
             return self._compute(func, args, kwargs, result)
@@ -183,7 +223,6 @@ class Tracer(OperatorWatch):
         """Read constants on the host; the audit allows no other reads."""
         result = func(*args, **kwargs)
         for x in tensors_in(result):
-            self.constants.add(storage_id(x))
             self.add_literal(x)
         return result
 
@@ -195,6 +234,7 @@ class Tracer(OperatorWatch):
         self._literals.add(storage_id(fake))
         self._fakes[real] = fake
         self._twins[storage_id(real)] = fake
+        self._kept.append(real.untyped_storage())
 
     def _any_fake(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return any(is_fake_of(x, self.mode) for x in flat_tensors(args, kwargs))
@@ -208,6 +248,10 @@ class Tracer(OperatorWatch):
         fake_args: tuple[Any, ...],
         fake_kwargs: dict[str, Any],
     ) -> None:
+        if torch.Tag.inplace_view not in func.tags and any(
+            _key(x) not in self._numbers for x in written(func, fake_args, fake_kwargs)
+        ):
+            raise Untraceable(f"{func}, which resizes a tensor")
         results = [
             (path, self._new(x)) for path, x in _paths(result) if _key(x) not in self._numbers
         ]
@@ -222,6 +266,7 @@ class Tracer(OperatorWatch):
             or func._schema.name in TRANSFERS
         )
         if is_needed:
+            _check_plain(func, (args, kwargs))
             self.operations.append(Operation(func, args, kwargs, tuple(results)))
 
     def _is_constant(
@@ -232,7 +277,7 @@ class Tracer(OperatorWatch):
             return False
         if self._any_fake(args, kwargs):
             return False
-        return all(x.is_cpu and x.numel() <= _MOST_REAL for x in tensors_in(result))
+        return all(x.numel() <= _MOST_REAL for x in tensors_in(result))
 
     def _compute(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -241,7 +286,7 @@ class Tracer(OperatorWatch):
         for x, fake in zip(tensors_in(real), tensors_in(result), strict=True):
             self._fakes[x] = fake
             self._twins.setdefault(storage_id(x), fake)
-            self.constants.add(storage_id(x))
+            self._kept.append(x.untyped_storage())
         return real
 
     def _ref(self, fake: Tensor) -> Ref:
@@ -256,11 +301,13 @@ class Tracer(OperatorWatch):
             real, first = self._outside[storage]
             number = self._new(fake)
             if _key(first) != _key(fake):
-                with unseen():
+                with without_modes():
                     real = _at(real, fake)
-            with unseen():  # a new tensor object: one that the run has counts as kept
+            with without_modes():  # a new tensor object: one that the run has counts as kept
                 like = fake.detach()
-            self.inputs.append(Input(number, real, like, storage in self._literals))
+            first_of_storage = self._storages[storage][0]
+            is_literal = storage in self._literals
+            self.inputs.append(Input(number, real, like, is_literal, first_of_storage))
             return number
         if storage not in self._storages:
             raise Untraceable(f"a tensor {list(fake.shape)} that no operator made")
@@ -326,14 +373,37 @@ def _out_of_place(func: Any) -> Any:
     """The operator that returns the view to which this one changes its argument."""
     name = func._schema.name.removeprefix("aten::")
     packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
-    if not name.endswith("_") or packet is None or name in ("set_", "resize_"):
-        raise Untraceable(f"{func}, which gives a tensor other memory")
-    return getattr(packet, func._overloadname)
+    if name.endswith("_") and packet is not None and name not in ("set_", "resize_"):
+        overloads = [getattr(packet, overload) for overload in packet.overloads()]
+        if alike := [x for x in overloads if _parameters(x) == _parameters(func)]:
+            return alike[0]
+    raise Untraceable(f"{func}, which gives a tensor other memory")
+
+
+def _parameters(func: Any) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in func._schema.arguments]
+
+
+# What an argument of an operator in a graph may be, besides tensors and lists.
+_PLAIN = (
+    *(int, float, complex, str, type(None)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+
+def _check_plain(func: Any, value: Any) -> None:
+    """Raise Untraceable if an argument cannot be part of a graph, such as a generator."""
+    if isinstance(value, tuple | list):
+        for x in value:
+            _check_plain(func, x)
+    elif isinstance(value, dict):
+        _check_plain(func, [*value.values()])
+    elif not isinstance(value, (Ref, *_PLAIN)):
+        raise Untraceable(f"{func} of a {type(value).__name__}")
 
 
 class _Faking(OperatorWatch):
-    """Passes fake tensors on in place of real ones, unless an operator's arguments are all
-    constants. It is the innermost watch, so that the audit sees the tensors of the trace."""
+    """Passes fake tensors on in place of real ones, unless an operator depends on no argument. It is the innermost watch, so that the audit sees the tensors of the trace."""
 
     def __init__(self, tracer: Tracer, audit: Audit) -> None:
         self.tracer = tracer
@@ -343,15 +413,19 @@ class _Faking(OperatorWatch):
         if func is torch.ops.aten.lift_fresh.default:
             self.tracer.add_literal(args[0])
             return self.pass_on(func, args, kwargs)
-        constants = self.tracer.constants
-        if not all(storage_id(x) in constants for x in flat_tensors(args, kwargs)):
+        if self._depends(args, kwargs):
             for x in written(func, args, kwargs):
-                if (storage := storage_id(x)) in constants:
-                    constants.remove(storage)
-                    self.audit.becomes_data(storage)
+                if not is_fake(x):
+                    self.tracer.stale.add(storage_id(x))
+                    self.audit.becomes_data(storage_id(x))
             args = map_tensors(self._fake, args)
             kwargs = map_tensors(self._fake, kwargs)
         return self.pass_on(func, args, kwargs)
+
+    def _depends(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether an operator's arguments depend on the function's."""
+        stale = self.tracer.stale
+        return any(is_fake(x) or storage_id(x) in stale for x in flat_tensors(args, kwargs))
 
     def _fake(self, tensor: Tensor) -> Tensor:
         fake = self.tracer.fake(tensor)
@@ -379,8 +453,10 @@ class Traced:
         return self.tracer.trace()
 
 
-def trace(run: Callable[[], Any], audit: Audit, tracer: Tracer) -> Traced:
-    """Run a function on fake tensors under an audit.
+def trace(
+    run: Callable[[], Any], audit: Audit, tracer: Tracer, *, rehearse: bool = False
+) -> Traced:
+    """Run a function on fake tensors under an audit; with `rehearse`, once more before that.
 
     Raises:
         CaptureError: the audit refused something.
@@ -389,19 +465,35 @@ def trace(run: Callable[[], Any], audit: Audit, tracer: Tracer) -> Traced:
 
     def faked() -> Any:
         tracer.forget()
+        tracer.restore_gradients()
         with _Faking(tracer, audit), mode_of_watches():
             return run()
 
     audit.random.draws = False
-    with torch.no_grad(), watching_by_mode(), audit.random.private_draws(), tracer:
-        audit.restart()
-        with signal_capture(), audit:
-            outputs = faked()
-        if audit.has_unknown:
-            del outputs
-            audit.rehearse(faked)
+    audit.real = tracer.real
+    try:
+        with (
+            torch.no_grad(),
+            watching_by_mode(),
+            without_data_pointers(),
+            audit.random.private_draws(),
+            tracer,
+            looping(tracer),
+        ):
+            if rehearse:
+                audit.rehearse(faked)
             audit.restart()
             with signal_capture(), audit:
                 outputs = faked()
-    audit.external = {storage: tracer.real(x) for storage, x in audit.external.items()}
+            if audit.has_unknown:
+                del outputs
+                audit.rehearse(faked)
+                audit.restart()
+                with signal_capture(), audit:
+                    outputs = faked()
+    finally:
+        tracer.restore_gradients()
+        forget_real_tensors(tracer.mode)
+    outside = [tracer.real(x) for x in audit.external.values()]
+    audit.external = {storage_id(x): x for x in outside}
     return Traced(outputs, tracer)
