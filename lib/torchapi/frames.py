@@ -24,34 +24,6 @@ import torch
 READ_BY_PICKLE: Any = torch.Tensor._backward_hooks
 
 
-def compiled_caller(below: str) -> types.FrameType | None:
-    """The frame that called a result of `torch.compile`, if one runs above the innermost frame of
-    the module `below`; else None. If torch made that call, it is the frame of the torch function
-    that the user's code called."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != below:
-        name = frame.f_globals.get("__name__")
-        if name == "torch._dynamo.eval_frame" and frame.f_code.co_qualname.startswith(
-            "_TorchDynamoContext."
-        ):
-            # Not `DisableContext`, which runs code without compiling it.
-            return _first_of_torch(frame.f_back)
-        frame = frame.f_back
-    return None
-
-
-def _first_of_torch(frame: types.FrameType | None) -> types.FrameType | None:
-    """The outermost frame of the run of torch's frames that ends at this one; the frame itself if
-    it is not torch's."""
-    while frame is not None and all(_is_of_torch(one) for one in (frame, frame.f_back)):
-        frame = frame.f_back
-    return frame
-
-
-def _is_of_torch(frame: types.FrameType | None) -> bool:
-    return frame is not None and frame.f_globals.get("__name__", "").startswith("torch.")
-
-
 def drops_padding() -> bool:
     """Whether a running `nn.TransformerEncoder` would, outside a capture, convert its input to a
     nested tensor and so return zeros at the padding. Its layers take nested tensors only on their

@@ -441,6 +441,24 @@ def function_modes() -> tuple[Any, ...]:
     return tuple(str(mode.device) if isinstance(mode, DeviceContext) else mode for mode in modes)
 
 
+@contextlib.contextmanager
+def without_function_mode(mode: TorchFunctionMode) -> Iterator[None]:
+    """A context in which one of the active function modes is off."""
+    popped = []
+    while _len_torch_function_stack() and mode not in popped:
+        popped.append(_pop_torch_function_stack())
+    remaining = [other for other in reversed(popped) if other is not mode]
+    for other in remaining:
+        _push_on_torch_function_stack(other)
+    try:
+        yield
+    finally:
+        for _ in remaining:
+            _pop_torch_function_stack()
+        for other in reversed(popped):
+            _push_on_torch_function_stack(other)
+
+
 def default_device() -> torch.device | None:
     """The device of the innermost `torch.device` context, or of `torch.set_default_device`; None if
     there is none."""

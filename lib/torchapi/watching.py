@@ -166,6 +166,39 @@ def unwatched() -> Any:
     return torch._C._ExcludeDispatchKeyGuard(_KEYS)
 
 
+def set_seen(seen: bool) -> bool:
+    """Set whether the watches of this thread see operators, and return whether they did."""
+    before = not torch._C._dispatch_tls_is_dispatch_key_excluded(KEY)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(KEY, not seen)
+    return before
+
+
+def watches_see() -> OperatorWatch | None:
+    """The innermost watch of this thread, if it sees operators now; else None."""
+    included = torch._C._dispatch_tls_is_dispatch_key_included(KEY)
+    if not included or torch._C._dispatch_tls_is_dispatch_key_excluded(KEY):
+        return None
+    return next(reversed(_active()), None)
+
+
+@contextlib.contextmanager
+def watching_alone(watch: OperatorWatch) -> Iterator[None]:
+    """A context, inside `OperatorWatch.operator`, in which only this watch sees the operators."""
+    outer = _active()
+    _set_active((watch,))
+    before = set_seen(True)
+    try:
+        yield
+    finally:
+        set_seen(before)
+        _set_active(outer)
+
+
+def watches_by_mode() -> bool:
+    """Whether this thread is in `watching_by_mode`."""
+    return _BY_MODE.get()
+
+
 def _to_innermost(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Pass an operator to the innermost watch."""
     args = _with_tensors(func, args)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from weft.arguments.checks import is_int
 from weft.batches.descriptor import Descriptor
 from weft.errors import CaptureError
-from weft.torchapi.private import is_compiled, operator_name
+from weft.torchapi.private import operator_name
 from weft.transforms.graphs.backends import NAMES, no_backend
 from weft.transforms.graphs.calls.call import Roles
 from weft.transforms.graphs.ladder import Ladder, as_ladder
@@ -194,11 +194,6 @@ def _check_function(call: str, fn: Any) -> None:
         )
     if not callable(fn):
         raise CaptureError(call, f"{fn!r:.60}, which is not a function", "a function over tensors")
-    if is_compiled(fn):
-        instead = "the function itself, or torch.compile(fn, mode='reduce-overhead') alone"
-        raise CaptureError(
-            call, "a result of torch.compile, which cannot compile during a capture", instead
-        )
     if any(
         test(fn)
         for test in (

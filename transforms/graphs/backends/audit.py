@@ -16,7 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from weft.errors import CaptureError
 from weft.torchapi.faking import keeping_dispatch_keys
-from weft.torchapi.frames import clear_frames, compiled_caller
+from weft.torchapi.compiled import GRAPH, hearing_compiled, running_uncompiled
+from weft.torchapi.frames import clear_frames
 from weft.torchapi.patches import hearing_scripts, signal_capture
 from weft.torchapi.private import (
     WithoutFunctionModes,
@@ -25,14 +26,14 @@ from weft.torchapi.private import (
     storage_id,
     uncompiled,
 )
-from weft.torchapi.watching import OperatorWatch
+from weft.torchapi.watching import OperatorWatch, watches_by_mode
+from weft.transforms.graphs.backends.compiled import CompiledCalls, InGraph
 from weft.transforms.graphs.backends.constants import Constants
 from weft.transforms.graphs.backends.host_reads import (
     REMEDY,
     REMEDY_OF_COPIES,
     HostReads,
     Refusals,
-    compiling_fault,
 )
 from weft.transforms.graphs.backends.indexing import Gathers
 from weft.transforms.graphs.backends.loops import Rehearsal, Steps, looping
@@ -54,6 +55,9 @@ from weft.transforms.graphs.backends.operators import (
 from weft.transforms.graphs.backends.randomness import Randomness, may_draw
 from weft.transforms.graphs.calls.results import Outputs
 from weft.values.trees import tree_leaves
+
+# The most runs before a recording in which a compiled function may compile.
+_MOST_REHEARSALS = 8
 
 
 @attrs.frozen(eq=False)
@@ -194,12 +198,20 @@ class Audit(OperatorWatch):
             self._gathers,
             self.asked_for,
         )
+        self.compiled = CompiledCalls(refusals, self._host_reads)
+        self._in_graph = InGraph(self._check_in_graph)
 
     def __enter__(self) -> Self:
         self.random.begin()
         with contextlib.ExitStack() as stack:
             stack.enter_context(keeping_dispatch_keys())
+            self.compiled.caches_casts = torch.is_autocast_cache_enabled()
             stack.enter_context(_without_cached_casts())
+            if watches_by_mode():
+                # The compiler that the trace is for compiles the functions inside too.
+                stack.enter_context(running_uncompiled())
+            else:
+                stack.enter_context(hearing_compiled(self.compiled))
             stack.enter_context(hearing_scripts(self._refuse_script))
             stack.enter_context(self._host_reads)
             stack.enter_context(looping(Rehearsal(self.steps), inside=False))
@@ -236,8 +248,6 @@ class Audit(OperatorWatch):
 
     @uncompiled
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if (caller := compiled_caller("weft.transforms.graphs.calls.call")) is not None:
-            raise self.refuse(*compiling_fault(caller))
         # The base names too: `split_at` and the switches are by operator, not by overload.
         self.called.add(func._schema.name)
         self.random.before_operator(func, kwargs.get("generator"))
@@ -371,6 +381,8 @@ class Audit(OperatorWatch):
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
+            if func is GRAPH:
+                return self.compiled.run(self._in_graph, self.pass_on, args)
             return self.pass_on(func, args, kwargs)
         # A refusal of the audit itself is no error of the operator.
         except CaptureError:
@@ -394,7 +406,20 @@ class Audit(OperatorWatch):
         ):  # its input is a constant
             self._refuse_host_arguments(inputs)
 
+    def _check_in_graph(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise CaptureError if a replay cannot repeat an operator that compiled code calls. The
+        memory that it reads and writes is the code's own."""
+        self.called.add(func._schema.name)
+        if not is_harmless(func):
+            self._check_repeatable(func, args, kwargs)
+
     def _check_suspect(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._check_repeatable(func, args, kwargs)
+        self._check_memory(func, args, kwargs)
+
+    def _check_repeatable(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         # Reading a number that the source code fixes is no dependence on data.
         if (fault := data_dependence(func, args, kwargs)) and not self._are_constants(
             flat_tensors(args, kwargs)
@@ -410,6 +435,9 @@ class Audit(OperatorWatch):
             raise self.refuse(
                 f"{func} is a collective operation, which waits for other ranks", instead
             )
+
+    def _check_memory(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise CaptureError if an operator reaches memory that is not the function's."""
         if (reach := storage_reach(func, args, kwargs)) and reach[1] > self._dense.get(
             reach[0], math.inf
         ):
@@ -495,16 +523,20 @@ class Audit(OperatorWatch):
             self._undo()
             self._is_recorded = False
         self.random.rehearse()
-        try:
-            outputs = self._run(fn)
-        except CaptureError as error:
-            outputs = None
-            # The frames of the refused run hold its tensors, which would count as kept.
-            clear_frames(error)
-        if outputs is None:
+        for _ in range(_MOST_REHEARSALS):
+            self.compiled.begin_rehearsal()
+            outputs = self._rehearse_once(fn)
+            if not self.compiled.has_compiled:
+                break
+            outputs = []
             self._undo()
-            with signal_capture():
-                outputs = self._run(fn)
+        else:
+            fault = (
+                f"a result of torch.compile still compiles in call {_MOST_REHEARSALS} of the same"
+                f" arguments{self.compiled.last_reason}"
+            )
+            instead = "a function that needs no new compilation for a call like the one before"
+            raise CaptureError(self.call, fault, instead)
         returned = [x for x in outputs if isinstance(x, Tensor)]
         del outputs  # other objects among the outputs may hold tensors, which would count as kept
         results = self._results
@@ -515,6 +547,19 @@ class Audit(OperatorWatch):
         cached = [tensor for reference in results if (tensor := reference()) is not None]
         # Held until the recorded run ends, so that no new tensor has the storage of an old one.
         self._rehearsed = {**self.external, **{storage_id(x): x for x in cached}}
+
+    def _rehearse_once(self, fn: Callable[[], Any]) -> list[Any]:
+        outputs = None
+        try:
+            outputs = self._run(fn)
+        except CaptureError as error:
+            # The frames of the refused run hold its tensors, which would count as kept.
+            clear_frames(error)
+        if outputs is None:
+            self._undo()
+            with signal_capture():
+                outputs = self._run(fn)
+        return outputs
 
     def _run(self, fn: Callable[[], Any]) -> list[Any]:
         with self.random.private_draws(), self:
@@ -528,6 +573,7 @@ class Audit(OperatorWatch):
         restored here."""
         self._undo()
         self._is_recorded = True
+        self.compiled.begin_recording()
         self.random.record()
 
     def _undo(self) -> None:

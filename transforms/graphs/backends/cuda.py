@@ -28,6 +28,7 @@ from weft.torchapi.private import (
 )
 from weft.torchapi.watching import OperatorWatch
 from weft.transforms.graphs.backends.audit import Audit, External
+from weft.transforms.graphs.backends.compiled import NotCompiled
 from weft.transforms.graphs.backends.host_reads import refusal
 from weft.transforms.graphs.backends.loops import looping, split_in_loop
 from weft.transforms.graphs.backends.operators import is_sparse, tensors_in
@@ -68,7 +69,7 @@ class Piece:
 @attrs.frozen(eq=False)
 class CudaRecording:
     """The pieces of a capture, their outputs in the pool, the tensors from outside that they read,
-    and the memory pools of their loops."""
+    the memory pools of their loops, and the compiled code whose kernels they launch."""
 
     pieces: tuple[Piece, ...]
     outputs: Any
@@ -77,6 +78,7 @@ class CudaRecording:
     nbytes: int
     driver_bytes: int
     loop_pools: tuple[Any, ...] = ()
+    compiled: tuple[Any, ...] = ()
 
     @property
     def num_pieces(self) -> int:
@@ -121,6 +123,8 @@ class CudaBackend:
         self.pool = torch.cuda.graph_pool_handle()
         self.input_buffers = InputBufferPool()
         self._warmed_up: set[tuple[bool, int]] = set()
+        # Whether captures so far called functions that torch.compile has compiled.
+        self._calls_compiled = False
         self._while_nodes = WhileNodes(device)
         self._generators: dict[int, torch.Generator] = {}
         self._external = External()
@@ -170,11 +174,11 @@ class CudaBackend:
         self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]
     ) -> CudaRecording:
         """Warm up before the first capture of a kind; before later ones only if CUDA refuses a
-        capture without it."""
+        capture without it, or if a function may have to be compiled."""
         kind = (bool(split_at), threading.get_ident())  # each thread has its own library handles
         pool_user = None
         nbytes = 0
-        if kind in self._warmed_up:
+        if kind in self._warmed_up and not self._calls_compiled:
             try:
                 recording = self._record(fn, audit, split_at)
                 if not audit.has_unknown:
@@ -184,6 +188,8 @@ class CudaBackend:
                 pool_user = recording.pieces
                 nbytes = recording.nbytes
                 del recording
+            except NotCompiled:
+                pass
             except (CaptureError, torch.OutOfMemoryError):
                 raise
             except RuntimeError:
@@ -194,6 +200,7 @@ class CudaBackend:
         self.stream.synchronize()
         self._generators.update((generator_id(g), g) for g in audit.random.generators)
         self._warmed_up.add(kind)
+        self._calls_compiled = self._calls_compiled or audit.compiled.is_entered
         try:
             recording = self._record_or_unroll(fn, audit, split_at)
             del pool_user
@@ -267,7 +274,14 @@ class CudaBackend:
         pieces = tuple(session.pieces)
         external = tuple(audit.external.values())
         return CudaRecording(
-            pieces, outputs, external, _replay_of(pieces), tensors, driver, tuple(loops.pools)
+            pieces,
+            outputs,
+            external,
+            _replay_of(pieces),
+            tensors,
+            driver,
+            tuple(loops.pools),
+            tuple(run.run for run in audit.compiled.runs),
         )
 
     def release_output_memory(self, recording: CudaRecording, allocated: Set[int]) -> CudaRecording:

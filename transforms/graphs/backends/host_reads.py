@@ -238,19 +238,14 @@ def _branching_fault(name: str) -> tuple[str, str]:
 
 
 def compiling_fault(caller: types.FrameType) -> tuple[str, str]:
-    """The fault of a function that calls a result of `torch.compile`, and the remedy. Operators
-    that take functions, such as torch.cond, compile them."""
+    """The fault of a function of torch that compiles the functions that it is given, and the
+    remedy."""
     name = caller.f_code.co_name
     if name in ("cond", "while_loop"):
         return _branching_fault(name)
-    if caller.f_globals.get("__name__", "").startswith("torch."):
-        return (
-            f"{name} compiles its functions, which is not possible during a capture",
-            f"call {name} outside it",
-        )
     return (
-        "it calls a result of torch.compile, which cannot compile during a capture",
-        "call the function that was compiled",
+        f"{name} compiles its functions, which is not possible during a capture",
+        f"call {name} outside it",
     )
 
 

@@ -26,6 +26,7 @@ from weft.torchapi.private import (
 )
 from weft.torchapi.watching import OperatorWatch
 from weft.transforms.graphs.backends.audit import Audit, External
+from weft.transforms.graphs.backends.compiled import NotCompiled
 from weft.transforms.graphs.backends.loops import looping, split_in_loop
 from weft.transforms.graphs.backends.operators import (
     ONLY_MEMORY,
@@ -281,9 +282,9 @@ class TapeBackend:
             if not self._warm:
                 self._warm.append(True)
                 audit.rehearse(fn)
-            with suppress(
-                UnknownGenerator
-            ):  # a generator that is used for the first time, or that the function makes
+            # A generator that is used for the first time, or that the function makes; or a
+            # compiled function that is not yet compiled for these arguments.
+            with suppress(UnknownGenerator, NotCompiled):
                 recording = _record(fn, audit, split_at)
                 if not audit.has_unknown:
                     return recording
