@@ -21,7 +21,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.torchapi.watching import KEY, OperatorWatch, set_seen, watches_see, watching_alone
+from weft.torchapi.private import uncompiled
+from weft.torchapi.watching import OperatorWatch, set_seen, watches_see, watching_alone
 
 _WRAPPER = "_TorchDynamoContext.__call__.<locals>"
 _DISABLED = "DisableContext.__call__.<locals>._fn"
@@ -67,6 +68,9 @@ class Listener(Protocol):
     def broken(self) -> BaseException:
         """The error for a function of which parts are not compiled."""
 
+    def makes_constant(self, tensor: Tensor) -> None:
+        """Dynamo has made a tensor of a number in Python, as the input of a graph."""
+
     def ends(self, num_graphs: int) -> None:
         """A compiled function has returned.
 
@@ -76,6 +80,7 @@ class Listener(Protocol):
 
 
 _LISTENER: ContextVar["_Hearing | None"] = ContextVar("weft.compiled_listener", default=None)
+_UNCOMPILED: ContextVar[bool] = ContextVar("weft.runs_uncompiled", default=False)
 
 
 @attrs.define(eq=False)
@@ -145,12 +150,17 @@ class _Hearing:
         self.calls.append(call)
         _pass_graphs_to_watches()
 
-    def end(self) -> None:
-        """The innermost call ends."""
-        call = self.calls.pop()
-        call.stack.close()
-        if not call.is_graph and sys.exc_info()[1] is None:
-            self.listener.ends(call.num_graphs)
+    def install(self, frame: types.FrameType, callback: Any) -> None:
+        """A frame of torch installs a callback, which may end its call."""
+        for i, call in enumerate(self.calls):
+            if call.frame is frame and callback is not call.callback:
+                # Those above have ended too: where Dynamo does not look at frames any more, a graph
+                # installs no callback at its end.
+                while len(self.calls) > i:
+                    self.calls.pop().stack.close()
+                if not call.is_graph and sys.exc_info()[1] is None:
+                    self.listener.ends(call.num_graphs)
+                return
 
 
 @contextlib.contextmanager
@@ -174,6 +184,8 @@ def _hear() -> None:
     def hearing_callback_of(callback: Any) -> Any:
         hearing = _LISTENER.get()
         installed = callback_of(callback)
+        if _UNCOMPILED.get():
+            return None
         if hearing is None:
             return installed
         frame = sys._getframe(1)
@@ -186,26 +198,44 @@ def _hear() -> None:
         return installed
 
     def hearing_install(callback: Any) -> Any:
-        prior = install(callback)
+        hearing = _LISTENER.get()
+        try:
+            if hearing is not None and hearing.calls:
+                hearing.install(sys._getframe(1), callback)
+        finally:
+            # Last, for Dynamo would compile the code above.
+            prior = install(callback)
+        return prior
+
+    package: Any = torch
+    tensor_of = package._as_tensor_fullprec
+
+    @uncompiled
+    @functools.wraps(tensor_of)
+    def hearing_tensor_of(number: Any) -> Tensor:
+        tensor: Tensor = tensor_of(number)
         hearing = _LISTENER.get()
         if hearing is not None and hearing.calls:
-            call = hearing.calls[-1]
-            if call.frame is sys._getframe(1) and callback is not call.callback:
-                hearing.end()
-        return prior
+            hearing.listener.makes_constant(tensor)
+        return tensor
 
     module._callback_from_stance = hearing_callback_of
     module._maybe_set_eval_frame = hearing_install
+    package._as_tensor_fullprec = hearing_tensor_of
 
 
 @contextlib.contextmanager
 def running_uncompiled() -> Iterator[None]:
     """A context in which this thread runs the function itself where it calls a compiled one."""
-    with contextlib.ExitStack() as stack:
-        context = getattr(torch._dynamo.eval_frame, "_use_eager_on_nested_compile", None)
-        if context is not None:
-            stack.enter_context(context())
-        yield
+    _hear()
+    # In newer versions of torch, which else refuse a function of which nothing is compiled.
+    context = getattr(torch._dynamo.eval_frame, "_use_eager_on_nested_compile", None)
+    token = _UNCOMPILED.set(True)
+    try:
+        with contextlib.nullcontext() if context is None else context():
+            yield
+    finally:
+        _UNCOMPILED.reset(token)
 
 
 @contextlib.contextmanager
@@ -228,10 +258,9 @@ def _seen() -> Iterator[None]:
 
 def _caller_of(wrapper: types.FrameType) -> tuple[types.FrameType, bool]:
     """The frame that calls a compiled function, and whether a function of torch compiled it."""
-    frame = wrapper.f_back
-    while frame.f_back is not None and _name(frame).startswith(_BETWEEN):  # type: ignore[union-attr]
-        frame = frame.f_back  # type: ignore[union-attr]
-    assert frame is not None
+    frame = wrapper
+    while frame.f_back is not None and _name(frame).startswith(_BETWEEN):
+        frame = frame.f_back
     by_torch = _name(frame).startswith(_COMPILES_ITSELF)
     while by_torch and frame.f_back is not None and _name(frame.f_back).startswith("torch."):
         frame = frame.f_back
@@ -299,7 +328,8 @@ def _reason(frame: Any, callback: Any) -> str:
         reasons = guards.get_and_maybe_log_recompilation_reasons(
             entries, frame, module.innermost_backend(callback), skip_logging=True
         )
-        return str(reasons[0])
+        # The guard that fails, without the code that it comes from.
+        return str(reasons[0]).splitlines()[0].partition("#")[0].strip()
     return ""
 
 
@@ -330,6 +360,7 @@ class _Graph:
 
     namespace = "inductor"
     tags: tuple[Any, ...] = ()
+    _overloadname = "default"
     _schema = torch._C.parse_schema(
         "inductor::graph(Any run, Tensor(a!)[] written, Tensor[] read) -> Tensor[]"
     )

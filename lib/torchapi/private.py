@@ -82,9 +82,12 @@ class FunctionMode(TorchFunctionMode):
         TorchFunctionMode.__exit__(self, *error)
 
 
-def is_compiled(function: Any) -> bool:
-    """Whether a function or a module is a result of `torch.compile`."""
-    return hasattr(function, "_torchdynamo_orig_callable")
+def before_compilation(function: Any) -> Any:
+    """The function or the module that `torch.compile` was given, for a result of it; any other
+    function or module as it is."""
+    if isinstance(function, torch.nn.Module):
+        return getattr(function, "_orig_mod", function)
+    return getattr(function, "_torchdynamo_orig_callable", function)
 
 
 def uncompiled(function: F) -> F:

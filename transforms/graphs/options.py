@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from weft.arguments.checks import is_int
 from weft.batches.descriptor import Descriptor
 from weft.errors import CaptureError
-from weft.torchapi.private import operator_name
+from weft.torchapi.private import before_compilation, operator_name
 from weft.transforms.graphs.backends import NAMES, no_backend
 from weft.transforms.graphs.calls.call import Roles
 from weft.transforms.graphs.ladder import Ladder, as_ladder
@@ -85,7 +85,7 @@ def make_graphable(fn: Callable[..., Any], options: GraphifyOptions) -> Graphabl
     Raises:
         CaptureError: an option is invalid, or names an argument that `fn` does not have.
     """
-    name = getattr(fn, "__name__", type(fn).__name__)
+    name = getattr(fn, "__name__", type(before_compilation(fn)).__name__)
     call = f"graphify({(name if callable(fn) else fn)!s:.60}, ...)"
     _check_function(call, fn)
     _check(call, options)

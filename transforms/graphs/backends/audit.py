@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from weft.errors import CaptureError
-from weft.torchapi.faking import keeping_dispatch_keys
 from weft.torchapi.compiled import GRAPH, hearing_compiled, running_uncompiled
+from weft.torchapi.faking import keeping_dispatch_keys
 from weft.torchapi.frames import clear_frames
 from weft.torchapi.patches import hearing_scripts, signal_capture
 from weft.torchapi.private import (
@@ -198,7 +198,7 @@ class Audit(OperatorWatch):
             self._gathers,
             self.asked_for,
         )
-        self.compiled = CompiledCalls(refusals, self._host_reads)
+        self.compiled = CompiledCalls(refusals, self._host_reads, self._add_constant)
         self._in_graph = InGraph(self._check_in_graph)
 
     def __enter__(self) -> Self:
@@ -296,6 +296,11 @@ class Audit(OperatorWatch):
             allocates or func._schema.is_mutable
         ) and func.overloadpacket not in ONLY_MEMORY
         return result
+
+    def _add_constant(self, tensor: Tensor) -> None:
+        """Note a new tensor that no operator made, whose value is a number in Python."""
+        self.owned_storages.add(storage_id(tensor))
+        self._constants.add(storage_id(tensor))
 
     def _note_constants(
         self, func: Any, args: tuple[Any, ...], inputs: Set[int], result: Any, in_place: set[int]
@@ -417,9 +422,7 @@ class Audit(OperatorWatch):
         self._check_repeatable(func, args, kwargs)
         self._check_memory(func, args, kwargs)
 
-    def _check_repeatable(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _check_repeatable(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Reading a number that the source code fixes is no dependence on data.
         if (fault := data_dependence(func, args, kwargs)) and not self._are_constants(
             flat_tensors(args, kwargs)

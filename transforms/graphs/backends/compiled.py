@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 
 from weft.errors import CaptureError
 from weft.torchapi.compiled import GRAPH
@@ -40,6 +41,7 @@ class CompiledCalls:
     Args:
         refusals: the refusals of the runs.
         host_reads: the function mode of the runs, which Dynamo must not see.
+        add_constant: takes a new tensor on the CPU whose value is a number in Python.
         caches_casts: whether autocast caches the casts of weights around the call.
         runs: the calls of Inductor's code in the present run.
         has_compiled: whether the present rehearsal has compiled.
@@ -49,6 +51,7 @@ class CompiledCalls:
 
     refusals: Refusals
     host_reads: HostReads
+    add_constant: Callable[[Tensor], None]
     caches_casts: bool = True
     runs: list[Any] = attrs.field(factory=list)
     has_compiled: bool = False
@@ -86,7 +89,9 @@ class CompiledCalls:
             self._refusal = self.refusals.refuse(*compiling_fault(caller))
             return False
         if cuda_graphs is not None:
-            fault = f"it calls a result of torch.compile with CUDA graphs of its own ({cuda_graphs})"
+            fault = (
+                f"it calls a result of torch.compile with CUDA graphs of its own ({cuda_graphs})"
+            )
             instead = "torch.compile(..., mode='default') or mode='max-autotune-no-cudagraphs'"
             self._refusal = self.refusals.refuse(fault, instead)
             return False
@@ -131,13 +136,21 @@ class CompiledCalls:
         )
         return self.refusals.refuse(fault, _WHOLE)
 
+    def makes_constant(self, tensor: Tensor) -> None:
+        """Dynamo has made a tensor of a number in Python."""
+        self.add_constant(tensor)
+
     def ends(self, num_graphs: int) -> None:
         """A compiled function has returned. One that ran no graph may have run its operators by
         Python, which no watch has seen."""
         if num_graphs:
             return
-        fault = "it calls a result of torch.compile of which nothing is compiled"
-        raise self.refusals.refuse(fault, f"the function itself; or {_WHOLE}")
+        fault = (
+            "it calls a result of torch.compile of which nothing is compiled: a transform of"
+            " torch.func is around it, or Dynamo skips its code"
+        )
+        instead = f"compile the transform, torch.compile(torch.func.grad(f)); or {_WHOLE}"
+        raise self.refusals.refuse(fault, instead)
 
 
 _WHOLE = "torch.compile(..., fullgraph=True), which names what breaks the graph"

@@ -341,7 +341,9 @@ def _raised_in(error: BaseException) -> list[Frame]:
 
 def _line_of(frames: Iterable[Frame]) -> str:
     for frame, line in frames:
-        if frame.f_globals.get("__name__", "").split(".")[0] not in _SKIPPED:
+        # Code that torch generates for a graph is in no module.
+        module = frame.f_globals.get("__name__", "torch")
+        if module.split(".")[0] not in _SKIPPED:
             # `linecache` also has the cells of notebooks.
             text = linecache.getline(frame.f_code.co_filename, line).strip()
             return f"{frame.f_code.co_filename}:{line}: {text}"
