@@ -395,10 +395,27 @@ GRAPH: Any = _Graph()
 
 
 def _pass_graphs_to_watches() -> None:
-    """Make the code that Inductor makes of a graph call `GRAPH` where a watch sees operators."""
-    # If Inductor is not imported, the graph is of another back end.
+    """Make the code that Inductor makes of a graph call `GRAPH` where a watch sees operators, and
+    compile derivatives where none does."""
+    # What is not imported has made no part of the graph.
     if (module := sys.modules.get("torch._inductor.output_code")) is not None:
         _pass_to_watches(module.CompiledFxGraph)
+    if "torch._functorch._aot_autograd.runtime_wrappers" in sys.modules:
+        _compile_derivatives_unseen()
+
+
+@functools.cache
+def _compile_derivatives_unseen() -> None:
+    """Hide from watches the compilation of a graph's derivative in its first backward pass."""
+    module: Any = sys.modules["torch._functorch._aot_autograd.runtime_wrappers"]
+    around_compilation = module.track_graph_compiling
+
+    @contextlib.contextmanager
+    def unseen_compilation(*args: Any, **kwargs: Any) -> Iterator[None]:
+        with _unseen(), around_compilation(*args, **kwargs):
+            yield
+
+    module.track_graph_compiling = unseen_compilation
 
 
 @functools.cache

@@ -112,6 +112,12 @@ def _is_in(storages: Set[int], tensor: Tensor) -> bool:
     return innermost_storage_id(tensor) in storages
 
 
+def _add_constant(owned_storages: set[int], constants: Constants, tensor: Tensor) -> None:
+    """Note a new tensor that no operator made, whose value is a number in Python."""
+    owned_storages.add(storage_id(tensor))
+    constants.add(storage_id(tensor))
+
+
 class Audit(OperatorWatch):
     """A watch that allows operations that a replay can repeat, and refuses all others. It also
     collects the tensors from outside, which a recording must keep alive (`external`), and the names
@@ -198,8 +204,11 @@ class Audit(OperatorWatch):
             self._gathers,
             self.asked_for,
         )
-        self.compiled = CompiledCalls(refusals, self._host_reads, self._add_constant)
-        self._in_graph = InGraph(self._check_in_graph)
+        self.compiled = CompiledCalls(
+            refusals,
+            self._host_reads,
+            functools.partial(_add_constant, self.owned_storages, self._constants),
+        )
 
     def __enter__(self) -> Self:
         self.random.begin()
@@ -297,11 +306,6 @@ class Audit(OperatorWatch):
         ) and func.overloadpacket not in ONLY_MEMORY
         return result
 
-    def _add_constant(self, tensor: Tensor) -> None:
-        """Note a new tensor that no operator made, whose value is a number in Python."""
-        self.owned_storages.add(storage_id(tensor))
-        self._constants.add(storage_id(tensor))
-
     def _note_constants(
         self, func: Any, args: tuple[Any, ...], inputs: Set[int], result: Any, in_place: set[int]
     ) -> None:
@@ -387,7 +391,7 @@ class Audit(OperatorWatch):
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             if func is GRAPH:
-                return self.compiled.run(self._in_graph, self.pass_on, args)
+                return self.compiled.run(InGraph(self._check_in_graph), self.pass_on, args)
             return self.pass_on(func, args, kwargs)
         # A refusal of the audit itself is no error of the operator.
         except CaptureError:

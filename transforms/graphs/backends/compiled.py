@@ -99,8 +99,11 @@ class CompiledCalls:
 
     def refused(self) -> BaseException:
         """The error of a call that may not run."""
-        assert self._refusal is not None
-        return self._refusal
+        refusal = self._refusal
+        assert refusal is not None
+        # An error that is raised holds its frames, which hold this object.
+        self._refusal = None
+        return refusal
 
     @contextlib.contextmanager
     def surroundings(self) -> Iterator[None]:
