@@ -361,20 +361,6 @@ def test_a_default_device_is_a_mode_by_name() -> None:
     assert g.cache_info().captures == 1
 
 
-def test_what_was_compiled_is_refused() -> None:
-    compiled = torch.compile(lambda x: x * 2, backend="eager")
-    with pytest.raises(
-        CaptureError, match=r"saw: a result of torch\.compile, which cannot compile"
-    ):
-        graphify(compiled)
-    for _ in range(2):
-        with pytest.raises(
-            CaptureError, match=r"saw: it calls a result of torch\.compile, which cannot compile"
-        ):
-            graphify(lambda x: compiled(x) + 1)(X)
-        assert_equal("outside", compiled(X), X * 2)
-
-
 def test_a_graph_runs_inside_what_is_compiled() -> None:
     g = graphify(lambda x: x * 2 + 1)
     for fn in (g, lambda x: g(x * 3) * 2):
