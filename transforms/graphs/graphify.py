@@ -73,6 +73,13 @@ def graphify(
     change, for example to a counter, in a module or plain object that the function names, however
     deep, the capture is refused with an error that gives the path.
 
+    A function that `torch.compile` has compiled is captured too, by itself or inside `fn`: calls
+    outside of a capture compile it until none compiles any more, and then its kernels are recorded.
+    A class for which it compiles once more is a capture like any other. It must be compiled as a
+    whole: one with graph breaks is refused. So is one that uses CUDA graphs of its own
+    (`mode="reduce-overhead"`, `mode="max-autotune"`): take `mode="default"` or
+    `mode="max-autotune-no-cudagraphs"`.
+
     `torch.cuda.is_current_stream_capturing()` is True during every capture, even without a GPU. So
     code that skips host reads inside CUDA graphs skips them in captures on a CPU too.
 
