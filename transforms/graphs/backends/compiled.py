@@ -16,7 +16,12 @@ from weft.errors import CaptureError
 from weft.torchapi.compiled import GRAPH
 from weft.torchapi.private import without_function_mode
 from weft.torchapi.watching import OperatorWatch
-from weft.transforms.graphs.backends.host_reads import HostReads, Refusals, compiling_fault
+from weft.transforms.graphs.backends.host_reads import (
+    HostReads,
+    Refusals,
+    compiling_fault,
+    user_line,
+)
 
 
 class NotCompiled(CaptureError):
@@ -99,11 +104,10 @@ class CompiledCalls:
 
     def refused(self) -> BaseException:
         """The error of a call that may not run."""
-        refusal = self._refusal
-        assert refusal is not None
         # An error that is raised holds its frames, which hold this object.
+        refusal = self._refusal
         self._refusal = None
-        return refusal
+        return refusal or self.refusals.errors[0]
 
     @contextlib.contextmanager
     def surroundings(self) -> Iterator[None]:
@@ -125,7 +129,7 @@ class CompiledCalls:
         fault = "a result of torch.compile compiles once more while it is captured"
         error = NotCompiled(
             self.refusals.call,
-            fault + self.last_reason,
+            f"{fault}{self.last_reason}\n       at {user_line()}",
             "a function that needs no new compilation for a call like the one before",
         )
         self.refusals.errors.append(error)
