@@ -49,11 +49,9 @@ def compiled_in_place(backend: str) -> Callable[[Tensor], Tensor]:
 
 WAYS = {
     "itself, eager": itself("eager"),
-    "itself, inductor": itself("inductor"),
     "inside, aot_eager": inside("aot_eager"),
     "inside, inductor": inside("inductor"),
     "a module, eager": module("eager"),
-    "a module, inductor": module("inductor"),
     "a module compiled in place, aot_eager": compiled_in_place("aot_eager"),
 }
 
@@ -73,6 +71,12 @@ def assert_replays(fn: Callable[[Tensor], Tensor], device: str = "cpu") -> None:
 @pytest.mark.parametrize("fn", WAYS.values(), ids=WAYS)
 def test_it_replays(fn: Callable[[Tensor], Tensor]) -> None:
     assert_replays(fn)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [itself, module, compiled_in_place])
+def test_inductor_s_code_replays_too(way: Callable[[str], Callable[[Tensor], Tensor]]) -> None:
+    assert_replays(way("inductor"))
 
 
 def test_a_replay_runs_the_code_that_inductor_made() -> None:
@@ -132,19 +136,18 @@ def test_it_writes_what_is_donated_and_nothing_else(backend: str) -> None:
         graphify(compiled)(torch.zeros(3, 4), X)
 
 
-def test_it_draws_the_same_numbers() -> None:
-    def noisy(x: Tensor) -> Tensor:
-        return nn.functional.dropout(x) + torch.rand_like(x)
-
-    for backend in ("aot_eager", "inductor"):
-        compiled = torch.compile(noisy, backend=backend)
-        g = graphify(compiled)
-        g(X)
-        drawn = []
-        for fn in (compiled, g):
-            torch.manual_seed(0)
-            drawn.append(torch.stack([fn(X), fn(X)]))
-        assert_equal(LAW, *drawn)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_it_draws_the_same_numbers(backend: str) -> None:
+    compiled = torch.compile(
+        lambda x: nn.functional.dropout(x) + torch.rand_like(x), backend=backend
+    )
+    g = graphify(compiled)
+    g(X)
+    drawn = []
+    for fn in (compiled, g):
+        torch.manual_seed(0)
+        drawn.append(torch.stack([fn(X), fn(X)]))
+    assert_equal(LAW, *drawn)
 
 
 def training_step(backend: str) -> Callable[..., Any]:
@@ -227,8 +230,9 @@ def test_the_refusal_names_the_mode_to_use() -> None:
     assert caught.value.instead == instead
 
 
-def test_a_host_read_in_its_code_is_refused() -> None:
-    compiled = torch.compile(sized_by_data, fullgraph=True)
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_host_read_in_its_code_is_refused(backend: str) -> None:
+    compiled = torch.compile(sized_by_data, backend=backend, fullgraph=True)
     with (
         torch._dynamo.config.patch(capture_scalar_outputs=True),
         pytest.raises(CaptureError, match="a tensor's value is read on the host") as caught,
