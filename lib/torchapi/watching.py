@@ -153,8 +153,8 @@ def _takes_the_reference() -> bool:
 
 
 def watched() -> bool:
-    """Whether a watch is active in this thread. None is active while torch.compile traces, since no
-    capture allows that."""
+    """Whether a watch is active in this thread. None is while torch.compile traces: a capture
+    compiles outside of its watches."""
     if torch.compiler.is_dynamo_compiling():  # it cannot trace the call below in torch 2.11
         return False
     included: bool = torch._C._dispatch_tls_is_dispatch_key_included(KEY)
