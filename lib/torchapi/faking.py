@@ -8,7 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch import config as functorch_config
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorConverter,
+    FakeTensorMode as FakeTensorMode,
+)
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from weft.torchapi.frames import clear_frames

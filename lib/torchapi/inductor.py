@@ -92,9 +92,11 @@ def compile_graph(
                 options={"config_patches": _PATCHES},
             )
         else:
-            compile_function = compiler
+            compile_function: Callable[..., Any]
             if isinstance(compiler, str):
                 compile_function = torch._dynamo.lookup_backend(compiler)
+            else:
+                compile_function = compiler
             compiled = compile_function(module, list(examples))
 
     # They refer to the mode of the fake tensors, and it to the caller's tensors.

@@ -370,7 +370,8 @@ def capture(
     # If autograd records on external tensors, calls run the function itself, whose results may
     # require grad.
     if not _autograd_records(external):
-        refuse_requiring_grad(audit.call, recording.outputs, call, prepared.buffers)
+        leaves = (*prepared.references, *prepared.run_buffers)
+        refuse_requiring_grad(audit.call, captured.outputs, call, leaves)
     if split_at and descriptor is None and recording.num_pieces == 1:
         # Without a ladder only: one piece means that the function never calls an operator of
         # `split_at`, which is a misspelt name more often than an intention.
@@ -424,6 +425,7 @@ class _Captured:
         recording: the recording.
         prepared: the function and its buffers.
         audit: the audit of the run.
+        outputs: the outputs of the run.
         allocated: the storages that replays allocate or overwrite, as `storage_id` gives them.
         watch: what watched the run.
     """
@@ -431,6 +433,7 @@ class _Captured:
     recording: Any
     prepared: Prepared
     audit: Audit
+    outputs: Outputs
     allocated: Set[int]
     watch: OperatorWatch | None = None
 
@@ -462,7 +465,8 @@ def _record(
         run = prepared.run if watch is None else watched
         recording = _checked(lambda: backend.capture(run, audit, split_at), prepared, audit, call)
     allocated = audit.owned_storages - audit.writable
-    return _Captured(recording, prepared, audit, allocated, next(iter(watches), None))
+    watched_by = next(iter(watches), None)
+    return _Captured(recording, prepared, audit, recording.outputs, allocated, watched_by)
 
 
 def _checked(record: Callable[[], Any], prepared: Prepared, audit: Audit, call: Call) -> Any:
@@ -521,7 +525,7 @@ def _compile(
     inputs = (*call.reference_leaves, *prepared.buffers)
     allocated = {storage_id(x) for x in recording.outputs.leaves if isinstance(x, Tensor)}
     allocated -= {storage_id(x) for x in inputs if isinstance(x, Tensor)}
-    return _Captured(recording, prepared, audit, allocated), None
+    return _Captured(recording, prepared, audit, traced.outputs, allocated), None
 
 
 def _trace(

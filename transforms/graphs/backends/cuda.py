@@ -226,6 +226,8 @@ class CudaBackend:
             with _restored(donated, audit.random.generators):
                 run()
                 self.stream.synchronize()
+            # The graph has a pool of its own: what the first run took is of no use to it.
+            torch.cuda.empty_cache()
             return self._record(run, audit, frozenset(), watched=False)
 
     def _record_or_unroll(

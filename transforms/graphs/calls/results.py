@@ -189,17 +189,21 @@ def make_outputs(result: Any, donated: Sequence[Any], references: Sequence[Any])
     )
 
 
-def refuse_requiring_grad(name: str, outputs: Outputs, call: Call, buffers: Sequence[Any]) -> None:
+def refuse_requiring_grad(name: str, outputs: Outputs, call: Call, leaves: Sequence[Any]) -> None:
     """Raise CaptureError for a result that requires grad, unless it is an argument that does:
-    autograd records nothing in a replay."""
-    pairs = [
-        *zip(buffers, call.copied_leaves, strict=True),
-        *((x, x) for x in call.reference_leaves),
-    ]
+    autograd records nothing in a replay.
+
+    Args:
+        name: the call, in the error.
+        outputs: the outputs of the run.
+        call: the call.
+        leaves: what the run had in place of the call's leaves.
+    """
+    originals = (*call.reference_leaves, *call.copied_leaves)
     requiring = {
         # An argument that is returned as it came, or a view of it, may go on requiring grad.
-        storage_id(buffer)
-        for buffer, x in pairs
+        storage_id(leaf)
+        for leaf, x in zip(leaves, originals, strict=True)
         if isinstance(x, Tensor) and x.requires_grad
     }
     for index, (required_grad, owner) in enumerate(
@@ -208,7 +212,7 @@ def refuse_requiring_grad(name: str, outputs: Outputs, call: Call, buffers: Sequ
         if owner is None:
             leaf = outputs.leaves[index]
         else:
-            leaf = call.reference_leaves[owner]
+            leaf = leaves[owner]
         if required_grad and storage_id(leaf) not in requiring:
             problem = (
                 f"its result{_path(outputs, index)} requires grad, which a replay does not record"

@@ -196,15 +196,16 @@ def record_compiled(
         by_reference: the leaves by reference.
         donated: the tensors to save while the compiled function runs before a recording.
     """
-    leaves = traced.outputs.leaves
+    fake_outputs = traced.outputs
+    leaves = fake_outputs.leaves
     indices = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     inputs = [x.tensor.detach() for x in traced.trace().inputs]
 
     def outputs_of(results: Sequence[Tensor]) -> Outputs:
         by_index = dict(zip(indices, results, strict=True))
-        return attrs.evolve(
-            traced.outputs, leaves=tuple(by_index.get(i, x) for i, x in enumerate(leaves))
-        )
+        new_leaves = tuple(by_index.get(i, x) for i, x in enumerate(leaves))
+        outputs: Outputs = attrs.evolve(fake_outputs, leaves=new_leaves)
+        return outputs
 
     if isinstance(backend, CudaBackend):
         arguments = program.arguments(inputs, sizes)
@@ -228,9 +229,7 @@ def _aliases(traced: Traced, indices: Sequence[int]) -> frozenset[int]:
     leaves = traced.outputs.leaves
     storages = [storage_id(traced.tracer.fake(leaves[i])) for i in indices]
     inputs = {storage_id(x.fake) for x in traced.trace().inputs}
-    return frozenset(
-        i for i, x in enumerate(storages) if x in inputs or storages.count(x) > 1
-    )
+    return frozenset(i for i, x in enumerate(storages) if x in inputs or storages.count(x) > 1)
 
 
 def _like(fake: Tensor) -> Tensor:

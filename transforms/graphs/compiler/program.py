@@ -85,7 +85,7 @@ class _Builder:
                 self._add_input(index, value)
 
     def _number(self, tensor: Tensor) -> fx.Node:
-        options = {"dtype": tensor.dtype, "device": tensor.device}
+        options: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
         return self.graph.call_function(torch.ops.aten.full.default, ([], tensor.item()), options)
 
     def _add_input(self, index: int, value: Input) -> None:
@@ -94,7 +94,7 @@ class _Builder:
         if _has_size(value.geometry):
             if self.symbols is None or offset != 0:
                 raise NotShared("a part of a tensor whose size differs between classes")
-            options = {"dtype": fake.dtype, "device": fake.device}
+            options: dict[str, Any] = {"dtype": fake.dtype, "device": fake.device}
             with self._mode:
                 fake = torch.empty_strided(self._values(shape), self._values(stride), **options)
         self.nodes[value.number] = self._placeholder(f"input_{value.number}", fake)

@@ -159,7 +159,7 @@ def _size_for(values: Sequence[int], names: Sequence[str], sizes: Sequence[Sizes
 def _candidates(
     values: Sequence[int], names: Sequence[str], sizes: Sequence[Sizes]
 ) -> Iterator[Size]:
-    products = [(name,) for name in names]
+    products: list[tuple[str, ...]] = [(name,) for name in names]
     products += [(one, two) for i, one in enumerate(names) for two in names[i:]]
     linear = [_through_two_points(factors, values, sizes) for factors in products]
     fits = [size for size in linear if size is not None]

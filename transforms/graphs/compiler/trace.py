@@ -137,9 +137,9 @@ class Tracer(OperatorWatch):
         written something that depends on arguments."""
         self._count = 0
         self._numbers: dict[tuple[Any, ...], int] = {}
-        # A number, and whether it is an input, for each storage. The storages are kept, and not the
+        # A number, and its dtype, for each storage. The storages are kept, and not the
         # tensors: no new storage gets the address of an old one, and no tensor counts as kept.
-        self._storages: dict[int, tuple[int, bool, torch.UntypedStorage]] = {}
+        self._storages: dict[int, tuple[int, torch.dtype, torch.UntypedStorage]] = {}
         # The fake tensors of constants, by tensor object, and one for each storage.
         self._fakes = WeakIdKeyDictionary()
         self._twins: dict[int, Tensor] = {}
@@ -152,7 +152,7 @@ class Tracer(OperatorWatch):
 
     unable: str | None = None
 
-    def loop(self, flag: Tensor, carry: Sequence[Tensor], step: Callable[[], None]) -> None:
+    def loop(self, _flag: Tensor, _carry: Sequence[Tensor], _step: Callable[[], None]) -> None:
         """Refuse a loop whose length depends on data."""
         raise Untraceable("weft.while_loop, whose number of steps depends on data")
 
@@ -162,7 +162,8 @@ class Tracer(OperatorWatch):
             return tensor
         if (fake := self._fakes.get(tensor)) is not None:
             with without_modes():  # a new tensor object, which does not count as kept
-                return fake.detach()
+                new: Tensor = fake.detach()
+            return new
         if (twin := self._twins.get(storage_id(tensor))) is not None:
             with without_modes():
                 return twin.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
@@ -403,7 +404,8 @@ def _check_plain(func: Any, value: Any) -> None:
 
 
 class _Faking(OperatorWatch):
-    """Passes fake tensors on in place of real ones, unless an operator depends on no argument. It is the innermost watch, so that the audit sees the tensors of the trace."""
+    """Passes fake tensors on in place of real ones, unless an operator depends on no argument. It
+    is the innermost watch, so that the audit sees the tensors of the trace."""
 
     def __init__(self, tracer: Tracer, audit: Audit) -> None:
         self.tracer = tracer
