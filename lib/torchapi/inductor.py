@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
@@ -21,6 +20,8 @@ class Symbols:
     """
 
     def __init__(self, mode: FakeTensorMode, hints: Mapping[str, int]) -> None:
+        from torch._dynamo.source import ConstantSource  # importing torch._dynamo takes seconds
+
         assert mode.shape_env is not None
         self._env: ShapeEnv = mode.shape_env
         self.by_name: dict[str, Any] = {}

@@ -705,6 +705,31 @@ def current_stream_id(device_index: int) -> Callable[[], int]:
     return functools.partial(torch._C._cuda_getCurrentRawStream, device_index)
 
 
+@contextlib.contextmanager
+def kept_pool(
+    device: torch.device, pool: tuple[int, int]
+) -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
+    """A context that keeps the memory pool of graphs, even if no graph uses it yet, and gives a
+    function that makes contexts in which this thread allocates from the pool."""
+    index = device.index or 0
+    entered = []
+
+    @contextlib.contextmanager
+    def allocating() -> Iterator[None]:
+        torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool)
+        entered.append(pool)
+        try:
+            yield
+        finally:
+            torch._C._cuda_endAllocateToPool(index, pool)
+
+    try:
+        yield allocating
+    finally:
+        for each in entered:
+            torch._C._cuda_releasePool(index, each)
+
+
 def stop_allocating_to_pool(device: torch.device, pool: tuple[int, int]) -> None:
     """Tell the allocator that a capture is over, in case `capture_end` failed before it did so
     itself (https://github.com/pytorch/pytorch/pull/180395)."""

@@ -10,6 +10,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, Unpack, overload
 
 from weft.arguments.checks import names_arguments
 from weft.errors import CaptureError
+from weft.torchapi.inductor import Compiler
 from weft.transforms.graphs.graphified import Graphified
 from weft.transforms.graphs.ladder import Ladder
 from weft.transforms.graphs.options import CommonOptions, GraphifyOptions, Operators, make_graphable
@@ -44,7 +45,7 @@ def graphify(
     max_captures: int | None = None,
     collectives: bool = False,
     verify: int | None = None,
-    compiler: str | None = None,
+    compiler: Compiler | None = None,
     strict: bool = False,
 ) -> Graphified[P, R] | Callable[[Callable[P, R]], Graphified[P, R]]:
     """Make a pure function replay: same signature, same result, one captured graph per key.
@@ -112,7 +113,18 @@ def graphify(
             must then capture and replay in the same order.
         verify: at every `verify`-th call, also run the function itself and compare the results bit
             by bit; for tests and debugging. It finds what a replay cannot see: a Python value that
-            has changed outside the arguments.
+            has changed outside the arguments. With a compiler it compares within the tolerances of
+            `torch.testing`.
+        compiler: `inductor`: the operators that a capture would have recorded are compiled by
+            torch's compiler first, and the graph holds what that makes: fewer kernels, other
+            rounding. On a CPU this is what makes a graph fast. Donated arguments are written in
+            place, weft's operators stay whole, and random numbers are those of the function. The
+            classes of a ladder share a compilation where their operators differ in sizes alone.
+            Compiled code is kept on disk, in Inductor's own cache. Any other compiler that
+            `torch.compile(backend=...)` takes may be named or passed, such as `aot_eager`, to find
+            out whether a fault is the compiler's. None: nothing is compiled.
+        strict: with a compiler, a function that cannot be compiled is an error. Otherwise a warning
+            says so, once, and the function is captured uncompiled.
 
     Raises:
         CaptureError: at the first call, if the function reads tensors on the host, branches on
@@ -120,6 +132,9 @@ def graphify(
             outside, counts in an object, or writes to tensors that it does not own; the error names
             the line. Also if an argument or a result cannot be part of a key: subclasses of Tensor,
             arbitrary objects.
+        CompilerError: there is no such compiler; or `strict`, and at the first call the function
+            cannot be compiled: it uses sparse tensors, operators without a fake implementation,
+            `split_at`, collectives, `weft.while_loop` or `weft.batch_invariant()`.
         CacheMissError: a miss after `freeze()`.
         VerificationError: a replay differs from the function itself (`verify`); the error names the
             first operator that differs.

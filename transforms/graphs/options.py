@@ -8,9 +8,10 @@ from typing import Any, Literal, TypedDict
 import attrs
 from torch import Tensor, nn
 
-from weft.arguments.checks import is_int
+from weft.arguments.checks import is_int, nearest
 from weft.batches.descriptor import Descriptor
-from weft.errors import CaptureError
+from weft.errors import CaptureError, CompilerError
+from weft.torchapi.inductor import Compiler, compilers
 from weft.torchapi.private import before_compilation, operator_name
 from weft.transforms.graphs.backends import NAMES, no_backend
 from weft.transforms.graphs.calls.call import Roles
@@ -35,7 +36,7 @@ class CommonOptions(TypedDict, total=False):
     max_captures: int | None
     collectives: bool
     verify: int | None
-    compiler: str | None
+    compiler: Compiler | None
     strict: bool
 
 
@@ -75,7 +76,7 @@ class Graphable:
     max_captures: int | None
     collectives: bool
     verify: int | None = None
-    compiler: str | None = None
+    compiler: Compiler | None = None
     strict: bool = False
 
 
@@ -228,6 +229,18 @@ def _missing_protocol(rung: Any) -> str:
     return f"{kind} cannot be hashed"
 
 
+def _check_compiler(call: str, compiler: Any) -> None:
+    # The names of the others are known only once torch's compiler is imported, which takes seconds.
+    if compiler is None or compiler == "inductor" or callable(compiler):
+        return
+    names = compilers()
+    if compiler not in names:
+        near = nearest(compiler, names) if isinstance(compiler, str) else []
+        problem = f"compiler={compiler!r:.60}, which is no compiler of torch"
+        instead = " or ".join(f"compiler={name!r}" for name in dict.fromkeys([*near, "inductor"]))
+        raise CompilerError(call, problem, f"{instead}; without it, nothing is compiled")
+
+
 def _check(call: str, options: GraphifyOptions) -> None:
     for option in ("donate_argnames", "static_argnames", "reference_argnames"):
         _check_names(call, option, options[option])
@@ -260,6 +273,7 @@ def _check(call: str, options: GraphifyOptions) -> None:
         raise CaptureError(call, problem, instead)
     if options["backend"] not in (None, *NAMES):
         raise no_backend(options["backend"])
+    _check_compiler(call, options["compiler"])
     counts = (
         ("max_captures", options["max_captures"], "any number"),
         ("verify", options["verify"], "no comparison"),

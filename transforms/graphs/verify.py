@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import attrs
@@ -62,7 +62,8 @@ class Verified(Graphified[P, R]):
             result = super().__call__(*args, **kwargs)
             if self._cache.count.replays == replays:
                 return result  # this call ran the function itself: there is nothing to compare
-            difference = _difference(result, expected)
+            same = _same if self._graphable.compiler is None else _close
+            difference = _difference(result, expected, same)
             if not difference and any(
                 not torch.equal(x, g.get_state()) for x, g in zip(drawn, generators, strict=True)
             ):
@@ -168,20 +169,6 @@ def _generators(call: Call) -> Iterator[torch.Generator]:
     yield from {id(x): x for x in leaves if isinstance(x, torch.Generator)}.values()
 
 
-def _difference(result: Any, expected: Any) -> str:
-    """The first difference between a replay's result and the function's, in words; empty if there
-    is none."""
-    if isinstance(expected, Exception):
-        return f"the function raises {type(expected).__name__}: {expected}"
-    pairs = leaves_with_names(result), leaves_with_names(expected)
-    if [path for path, _ in pairs[0]] != [path for path, _ in pairs[1]]:
-        return "the results have other structures"
-    for (path, one), (_, other) in zip(*pairs, strict=True):
-        if not _same(one, other):
-            return f"result{path or ''}{_far(one, other)}"
-    return ""
-
-
 def _same(one: Any, other: Any) -> bool:
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return bool(value_key(one) == value_key(other))
@@ -200,6 +187,32 @@ def _same(one: Any, other: Any) -> bool:
         return bool(nan.any()) and torch.equal(
             _bits(one.masked_fill(nan, 0)), _bits(other.masked_fill(nan, 0))
         )
+
+
+def _close(one: Any, other: Any) -> bool:
+    """Whether a compiled result is the function's but for rounding: within the tolerances that
+    `torch.testing` has for the dtype."""
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return _same(one, other)
+    try:
+        torch.testing.assert_close(one, other, equal_nan=True)
+    except AssertionError:
+        return False
+    return True
+
+
+def _difference(result: Any, expected: Any, same: Callable[[Any, Any], bool] = _same) -> str:
+    """The first difference between a replay's result and the function's, in words; empty if there
+    is none."""
+    if isinstance(expected, Exception):
+        return f"the function raises {type(expected).__name__}: {expected}"
+    pairs = leaves_with_names(result), leaves_with_names(expected)
+    if [path for path, _ in pairs[0]] != [path for path, _ in pairs[1]]:
+        return "the results have other structures"
+    for (path, one), (_, other) in zip(*pairs, strict=True):
+        if not same(one, other):
+            return f"result{path or ''}{_far(one, other)}"
+    return ""
 
 
 def _bits(x: Tensor) -> Tensor:

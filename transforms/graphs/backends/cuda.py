@@ -21,6 +21,7 @@ from weft.errors import CaptureError
 from weft.torchapi.private import (
     current_stream_id,
     generator_id,
+    kept_pool,
     replayer,
     stop_allocating_to_pool,
     storage_id,
@@ -222,12 +223,12 @@ class CudaBackend:
             audit: the audit of the function that was compiled; it knows the random generators.
             donated: the tensors that the first run may change; they are restored.
         """
-        with self.allocating():
+        with self.allocating(), kept_pool(self.device, self.pool) as allocating:
             with _restored(donated, audit.random.generators):
-                run()
+                # In the graphs' pool, so that the recording reuses the memory.
+                with allocating():
+                    run()
                 self.stream.synchronize()
-            # The graph has a pool of its own: what the first run took is of no use to it.
-            torch.cuda.empty_cache()
             return self._record(run, audit, frozenset(), watched=False)
 
     def _record_or_unroll(

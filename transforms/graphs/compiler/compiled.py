@@ -25,7 +25,7 @@ from weft.transforms.graphs.compiler.sizes import (
     generalize,
     independent,
 )
-from weft.transforms.graphs.compiler.trace import Trace, Traced
+from weft.transforms.graphs.compiler.trace import Trace, Traced, Untraceable
 from weft.transforms.graphs.options import Graphable
 
 
@@ -113,7 +113,9 @@ class Compilations:
             CompilerError: the function is strict.
         """
         text = next(iter(str(error).strip().splitlines()), "")
-        problem = f"{type(error).__name__}: {text:.200}"
+        problem = f"{text:.200}"
+        if not isinstance(error, Untraceable):
+            problem = f"{type(error).__name__}: {problem}"
         if graphable.strict:
             instead = "what the compiler takes; or without strict=True, to run it uncompiled"
             raise CompilerError(

@@ -15,7 +15,7 @@ import attrs
 import torch
 from torch import Tensor, fx
 
-from weft.transforms.graphs.compiler.trace import Input, Trace
+from weft.transforms.graphs.compiler.trace import Trace
 
 # The sizes of a class, by the names that `weft.axes` gives them.
 Sizes = Mapping[str, int]

@@ -29,6 +29,7 @@ from weft.transforms.graphs.backends.loops import looping
 from weft.transforms.graphs.backends.operators import (
     TRANSFERS,
     flat_tensors,
+    is_collective,
     map_tensors,
     tensors_in,
     written,
@@ -266,6 +267,8 @@ class Tracer(OperatorWatch):
             or not func._schema.returns
             or func._schema.name in TRANSFERS
         )
+        if is_collective(func):
+            raise Untraceable(f"{func}, a collective operation")
         if is_needed:
             _check_plain(func, (args, kwargs))
             self.operations.append(Operation(func, args, kwargs, tuple(results)))
