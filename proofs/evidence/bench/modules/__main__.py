@@ -84,7 +84,8 @@ class Job:
         record["process_s"] = time.perf_counter() - start
         rows = [line for line in output.splitlines() if line.startswith(MARK)]
         if rows:
-            return record | json.loads(rows[-1].removeprefix(MARK))
+            record |= json.loads(rows[-1].removeprefix(MARK))
+            return record
         record["problem"] = last_line(errors) or f"ended with {process.returncode}"
         record["stderr"] = errors[-4000:]
         return record

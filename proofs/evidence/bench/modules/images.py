@@ -30,7 +30,7 @@ def vit(setting: Setting) -> Call:
     full = ViTConfig()
     small = ViTConfig(
         hidden_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=4,
         intermediate_size=64,
         image_size=32,

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from weft.proofs.evidence.bench.modules.training import trained
 from weft.proofs.evidence.bench.modules.variants import Call, Setting
+from weft.torchapi.compiling import mark_static
 
 
 def llama(setting: Setting) -> Any:
@@ -17,7 +18,7 @@ def llama(setting: Setting) -> Any:
         vocab_size=setting.size(128256, 64),
         hidden_size=setting.size(2048, 32),
         intermediate_size=setting.size(8192, 64),
-        num_hidden_layers=setting.size(16, 2),
+        num_hidden_layers=setting.size(16, 1),
         num_attention_heads=setting.size(32, 4),
         num_key_value_heads=setting.size(8, 2),
         head_dim=setting.size(64, 8),
@@ -47,7 +48,7 @@ class Decoder(nn.Module):
         for layer in self.cache.layers:
             for value in vars(layer).values():
                 if isinstance(value, Tensor):
-                    torch._dynamo.mark_static_address(value)
+                    mark_static(value)
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.model(ids, past_key_values=self.cache).logits[:, -1]

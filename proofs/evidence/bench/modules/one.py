@@ -19,6 +19,7 @@ from torch import Tensor
 from weft.proofs.evidence.bench.graphify_overhead import collector_off, synchronize
 from weft.proofs.evidence.bench.modules.cases import CASES
 from weft.proofs.evidence.bench.modules.variants import EAGER, JAX, Call, Setting, float_leaves
+from weft.torchapi.compiling import import_compiler
 
 MARK = "ROW "
 # The calls before the timed ones, whose results are checked. `reduce-overhead` compiles in the
@@ -157,7 +158,7 @@ def main(argv: list[str]) -> None:
     case, variant, device, *flags = argv
     if variant not in (EAGER, JAX):
         # Here, since the import of the compiler belongs to no function.
-        import torch._inductor.compile_fx  # noqa: F401
+        import_compiler()
     row = measure(case, Setting(variant, device, "small" in flags), "check" in flags)
     print(MARK + json.dumps(attrs.asdict(row)), flush=True)
 

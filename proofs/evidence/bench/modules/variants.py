@@ -102,7 +102,8 @@ class Setting:
         """A module as a function, which records no gradients."""
         module.requires_grad_(False)
         if not self.is_weft:
-            return torch.no_grad()(self.compiled(module))
+            plain: Callable[..., Any] = torch.no_grad()(self.compiled(module))
+            return plain
         stage = from_module(module)
         step = self.graphified(stage.stage)
         state = stage.state
