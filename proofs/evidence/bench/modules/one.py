@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 import attrs
+import numpy
 import torch
 from torch import Tensor
 
@@ -59,7 +60,6 @@ class Row:
 
 def measure(case: str, setting: Setting, check: bool) -> Row:
     """Measure a variant of a case, and compare it to the eager one if `check`."""
-    torch.set_float32_matmul_precision("high")
     is_cuda = setting.device == "cuda"
     if is_cuda:
         # The products' library starts at its first product, which belongs to no variant.
@@ -67,6 +67,7 @@ def measure(case: str, setting: Setting, check: bool) -> Row:
     call = CASES[case].build(setting)
     synchronize(setting.device)
     if is_cuda:
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     opening_s = list[float]()
     results = list[Any]()
@@ -118,7 +119,7 @@ def _finished(result: Any, setting: Setting) -> Any:
 
 def _on_host(result: Any) -> list[Tensor]:
     if isinstance(result, list) and result and not isinstance(result[0], Tensor):
-        return [torch.tensor(array.tolist()) for array in result]
+        return [torch.from_numpy(numpy.array(array)) for array in result]
     return [x.detach().to("cpu", copy=True) for x in float_leaves(result)]
 
 
@@ -156,6 +157,7 @@ def _events(call: Call) -> tuple[int, int]:
 def main(argv: list[str]) -> None:
     """Measure, and print the row."""
     case, variant, device, *flags = argv
+    torch.set_float32_matmul_precision("high")
     if variant not in (EAGER, JAX):
         # Here, since the import of the compiler belongs to no function.
         import_compiler()
