@@ -107,7 +107,7 @@ def _one_function(
     whole = Loss()
 
     def step(params: Tensors, means: Tensors, squares: Tensors, steps: Tensors, ids: Tensor) -> Any:
-        def value_of(candidates: Tensors) -> Any:
+        def value_of(candidates: Any) -> Any:
             named = {f"module.{name}": x for name, x in candidates.items()}
             return torch.func.functional_call(whole, named, (ids,))
 
