@@ -18,6 +18,7 @@ there is no memory and there are no kernels to count, and graphs are tapes.
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -39,6 +40,9 @@ from weft.proofs.evidence.bench.modules.variants import EAGER, VARIANTS
 from weft.proofs.evidence.environment import environment
 
 _SECONDS = 300.0
+# A line such as `ValueError: why`, and how much of it is kept.
+_ERROR = re.compile(r"[A-Za-z_][\w.]*: ")
+_MOST_OF_A_LINE = 200
 _ONE = "weft.proofs.evidence.bench.modules.one"
 
 
@@ -94,12 +98,12 @@ class Job:
 def last_line(errors: str) -> str:
     """The line of a traceback that names the error.
 
-    >>> last_line("Traceback ...\\n  File ...\\nValueError: three lines\\n  more\\n  yet more\\n")
-    'ValueError: three lines'
+    >>> last_line("Traceback ...\\n  File ...\\nValueError: first line\\n\\nWhile executing f: x\\n")
+    'ValueError: first line'
     """
     written = [line for line in errors.splitlines() if line.strip()]
-    named = [line for line in written if line[0] not in " \t" and ": " in line]
-    return (named or written or [""])[-1]
+    named = [line for line in written if _ERROR.match(line)]
+    return (named or written or [""])[-1][:_MOST_OF_A_LINE]
 
 
 def jobs_of(args: argparse.Namespace, number: int) -> list[Job]:
