@@ -11,15 +11,13 @@ from weft.proofs.evidence.bench.modules.variants import Call, Setting
 from weft.stages import from_module
 from weft.transforms.pipelines.microbatch import scan
 
-_NUM_STEPS = 20
-
 
 def convnext(setting: Setting) -> Call:
     """The forward pass of ConvNeXt-Tiny on 16 images."""
     from transformers import ConvNextConfig, ConvNextModel
 
     # Initial layers count for a millionth, whose errors would not show.
-    scale = {"layer_scale_init_value": 0.1}
+    scale: dict[str, Any] = {"layer_scale_init_value": 0.1}
     full = ConvNextConfig(**scale)
     small = ConvNextConfig(
         depths=[1, 1], hidden_sizes=[8, 16], num_stages=2, image_size=32, **scale
@@ -164,14 +162,15 @@ def unet(setting: Setting) -> Call:
 def sampler(setting: Setting) -> Call:
     """20 steps of a diffusion sampler: `weft.scan`, or a loop of calls."""
     module, x, t = _unet(setting)
+    num_steps = setting.size(20, 3)
     if not setting.is_weft:
         step = setting.module_step(module)
 
         def loop() -> Tensor:
             image, time = (x, t)
-            for _ in range(_NUM_STEPS):
+            for _ in range(num_steps):
                 image = image - 0.05 * step(image, time)
-                time = time - 950 / _NUM_STEPS
+                time = time - 950 / num_steps
             return image
 
         return loop
@@ -180,7 +179,7 @@ def sampler(setting: Setting) -> Call:
     def denoise(params: Any, state: Any, batch: Any) -> tuple[Any, None]:
         image, time, buffers = state
         buffers, noise = stage.stage(params, buffers, (image, time), None)
-        return (image - 0.05 * noise, time - 950 / _NUM_STEPS, buffers), None
+        return (image - 0.05 * noise, time - 950 / num_steps, buffers), None
 
-    sample = setting.graphified(scan(denoise, _NUM_STEPS))
+    sample = setting.graphified(scan(denoise, num_steps))
     return lambda: sample(stage.params, (x, t, stage.state), None)[0][0]
