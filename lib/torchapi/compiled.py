@@ -11,6 +11,8 @@ the watches as one operator, `GRAPH`.
 
 import contextlib
 import functools
+import importlib.abc
+import importlib.util
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +24,7 @@ import torch
 from torch import Tensor
 
 from weft.torchapi.private import uncompiled
-from weft.torchapi.watching import OperatorWatch, set_seen, watches_see, watching_alone
+from weft.torchapi.watching import OperatorWatch, set_in_sight, watches_see, watching_alone
 
 _WRAPPER = "_TorchDynamoContext.__call__.<locals>"
 _DISABLED = "DisableContext.__call__.<locals>._fn"
@@ -118,7 +120,7 @@ class _Hearing:
         else:
             # An error must not be raised here: torch would not undo what it has set by now.
             call.callback = self._refusing()
-        call.stack.enter_context(_unseen())
+        call.stack.enter_context(_out_of_sight())
         self.calls.append(call)
         return call.callback
 
@@ -146,7 +148,7 @@ class _Hearing:
             raise self.listener.broken()
         outer.num_graphs += 1
         call = _Call(frame, None, contextlib.ExitStack(), is_graph=True)
-        call.stack.enter_context(_seen())
+        call.stack.enter_context(_in_sight())
         self.calls.append(call)
         _pass_graphs_to_watches()
 
@@ -176,8 +178,37 @@ def hearing_compiled(listener: Listener) -> Iterator[None]:
 
 @functools.cache
 def _hear() -> None:
-    """Make torch's wrappers tell the listener of their thread when they begin and end."""
-    module: Any = torch._dynamo.eval_frame
+    """Make torch's wrappers tell the listener of their thread when they begin and end. If Dynamo is
+    not imported yet, which takes seconds, they will from its import on."""
+    name = "torch._dynamo.eval_frame"
+    if name in sys.modules:
+        _patch(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _AtImport(name))
+
+
+class _AtImport(importlib.abc.MetaPathFinder):
+    """Patches a module once it is imported."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def find_spec(self, name: str, *_: Any) -> Any:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def execute_and_patch(module: types.ModuleType) -> None:
+            execute(module)
+            _patch(module)
+
+        spec.loader.exec_module = execute_and_patch
+        return spec
+
+
+def _patch(module: Any) -> None:
     callback_of = module._callback_from_stance
     install = module._maybe_set_eval_frame
 
@@ -229,7 +260,8 @@ def running_uncompiled() -> Iterator[None]:
     """A context in which this thread runs the function itself where it calls a compiled one."""
     _hear()
     # In newer versions of torch, which else refuse a function of which nothing is compiled.
-    context = getattr(torch._dynamo.eval_frame, "_use_eager_on_nested_compile", None)
+    module = sys.modules.get("torch._dynamo.eval_frame")
+    context = getattr(module, "_use_eager_on_nested_compile", None)
     token = _UNCOMPILED.set(True)
     try:
         with contextlib.nullcontext() if context is None else context():
@@ -239,21 +271,21 @@ def running_uncompiled() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _unseen() -> Iterator[None]:
-    before = set_seen(False)
+def _out_of_sight() -> Iterator[None]:
+    before = set_in_sight(False)
     try:
         yield
     finally:
-        set_seen(before)
+        set_in_sight(before)
 
 
 @contextlib.contextmanager
-def _seen() -> Iterator[None]:
-    before = set_seen(True)
+def _in_sight() -> Iterator[None]:
+    before = set_in_sight(True)
     try:
         yield
     finally:
-        set_seen(before)
+        set_in_sight(before)
 
 
 def _caller_of(wrapper: types.FrameType) -> tuple[types.FrameType, bool]:
@@ -339,14 +371,14 @@ class GraphRun:
 
     Args:
         run: takes the inputs as a list, and returns the outputs as one.
-        others: the inputs that are no tensors, by their position.
+        plain_inputs: the inputs that are no tensors, by their position.
         written: the positions of the tensors that it writes.
         read: the positions of the other tensors.
         watch: what sees the operators that it calls; None: nothing does.
     """
 
     run: Callable[[list[Any]], Sequence[Any]]
-    others: dict[int, Any]
+    plain_inputs: dict[int, Any]
     written: list[int]
     read: list[int]
     watch: OperatorWatch | None = None
@@ -381,7 +413,7 @@ class _Graph:
     def __call__(
         self, run: GraphRun, written: Sequence[Tensor], read: Sequence[Tensor]
     ) -> list[Any]:
-        inputs = dict(run.others)
+        inputs = dict(run.plain_inputs)
         inputs.update(zip(run.written, written, strict=True))
         inputs.update(zip(run.read, read, strict=True))
         in_order = [inputs[i] for i in range(len(inputs))]
@@ -401,18 +433,18 @@ def _pass_graphs_to_watches() -> None:
     if (module := sys.modules.get("torch._inductor.output_code")) is not None:
         _pass_to_watches(module.CompiledFxGraph)
     if "torch._functorch._aot_autograd.runtime_wrappers" in sys.modules:
-        _compile_derivatives_unseen()
+        _compile_derivatives_out_of_sight()
 
 
 @functools.cache
-def _compile_derivatives_unseen() -> None:
+def _compile_derivatives_out_of_sight() -> None:
     """Hide from watches the compilation of a graph's derivative in its first backward pass."""
     module: Any = sys.modules["torch._functorch._aot_autograd.runtime_wrappers"]
     around_compilation = module.track_graph_compiling
 
     @contextlib.contextmanager
     def unseen_compilation(*args: Any, **kwargs: Any) -> Iterator[None]:
-        with _unseen(), around_compilation(*args, **kwargs):
+        with _out_of_sight(), around_compilation(*args, **kwargs):
             yield
 
     module.track_graph_compiling = unseen_compilation
@@ -429,12 +461,12 @@ def _pass_to_watches(kind: Any) -> None:
             return call(self, inputs)
         written = [i for i in self.mutated_input_idxs if isinstance(inputs[i], Tensor)]
         read = [i for i, x in enumerate(inputs) if isinstance(x, Tensor) and i not in written]
-        others = {i: x for i, x in enumerate(inputs) if not isinstance(x, Tensor)}
-        run = GraphRun(functools.partial(call, self), others, written, read)
+        plain_inputs = {i: x for i, x in enumerate(inputs) if not isinstance(x, Tensor)}
+        run = GraphRun(functools.partial(call, self), plain_inputs, written, read)
         tensors = [inputs[i] for i in written], [inputs[i] for i in read]
         if isinstance(inputs, list):
             inputs.clear()  # as the code itself does, so that memory is free early
-        with _unseen():
+        with _out_of_sight():
             return watch.operator(GRAPH, (run, *tensors), {})
 
     kind.__call__ = seen_call

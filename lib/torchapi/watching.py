@@ -166,10 +166,10 @@ def unwatched() -> Any:
     return torch._C._ExcludeDispatchKeyGuard(_KEYS)
 
 
-def set_seen(seen: bool) -> bool:
+def set_in_sight(visible: bool) -> bool:
     """Set whether the watches of this thread see operators, and return whether they did."""
     before = not torch._C._dispatch_tls_is_dispatch_key_excluded(KEY)
-    torch._C._dispatch_tls_set_dispatch_key_excluded(KEY, not seen)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(KEY, not visible)
     return before
 
 
@@ -186,11 +186,11 @@ def watching_alone(watch: OperatorWatch) -> Iterator[None]:
     """A context, inside `OperatorWatch.operator`, in which only this watch sees the operators."""
     outer = _active()
     _set_active((watch,))
-    before = set_seen(True)
+    before = set_in_sight(True)
     try:
         yield
     finally:
-        set_seen(before)
+        set_in_sight(before)
         _set_active(outer)
 
 

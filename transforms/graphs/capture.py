@@ -66,13 +66,13 @@ class Graph:
         title: what was captured, as texts name it (`title_of`).
         recording: the graph.
         buffers: its input buffers, for the copied arguments.
-        axes: the axes of each buffer that is padded; None for the others.
+        axes: the axes of each buffer that is padded; None for the siblings.
         external: the tensors from outside that it reads and that could require grad. While one of
             them does and grad mode is on, the function itself must run.
         outside: everything that it reads from outside, to see whether that has changed.
         consults_switches: whether it chose kernels by `weft.torchapi.private.backend_switches`.
         padding_sources: a tensor of padding for each small buffer that is padded with one number;
-            None for the others.
+            None for the siblings.
         buffer_bytes: the bytes that this graph added to the shared input buffers and padding
             sources.
         operators: the number of operators that it repeats.
@@ -503,7 +503,7 @@ def _compile(
         return None, Untraceable("batch_invariant(): a compiler sums in an order of its own")
     # On other pools than the back end's: most classes are traced for their sizes only.
     trace_class = partial(_trace, graphable, call, backend)
-    others = _similar_classes(graphable, call, mode, descriptor)
+    siblings = _similar_classes(graphable, call, mode, descriptor)
     try:
         traced, prepared, audit = trace_class(descriptor, backend.input_buffers)
         sizes = sizes_of(prepared.axes, descriptor)
@@ -512,7 +512,7 @@ def _compile(
             sizes,
             [
                 (partial(_traced_only, trace_class, other), sizes_of(prepared.axes, other))
-                for other in others
+                for other in siblings
             ],
         )
     except WeftError:

@@ -130,8 +130,8 @@ def attend(signal: Signal) -> Signal:
 
 
 def compilations(g: Any) -> int:
-    made: Compilations = g._cache.compilations
-    return made.count
+    held_by_cache: Compilations = g._cache.compilations
+    return held_by_cache.count
 
 
 @pytest.mark.parametrize(

@@ -97,11 +97,11 @@ class Compilations:
 
     Args:
         compiler: the compiler.
-        made: those that several classes may share.
+        shared: those that several classes may share.
     """
 
     compiler: Compiler
-    made: list[Compilation] = attrs.field(factory=list)
+    shared: list[Compilation] = attrs.field(factory=list)
     count: int = 0
     """The number of compilations, shared or not."""
     warned: bool = False
@@ -131,24 +131,24 @@ class Compilations:
             )
 
     def program_for(
-        self, traced: Traced, sizes: Sizes, others: Sequence[tuple[Callable[[], Traced], Sizes]]
+        self, traced: Traced, sizes: Sizes, siblings: Sequence[tuple[Callable[[], Traced], Sizes]]
     ) -> Program:
         """The program for a traced run.
 
         Args:
             traced: the run.
             sizes: the sizes of its class; empty if there is no ladder.
-            others: traces another class of the ladder, and its sizes; for a few of them.
+            siblings: traces another class of the ladder, and its sizes; for a few of them.
         """
         trace = traced.trace()
-        for compilation in self.made:
+        for compilation in self.shared:
             if compilation.outputs == traced.numbers and compilation.program.is_for(sizes):
                 try:
                     check_instance(trace, compilation.trace, sizes)
                 except NotShared:
                     continue
                 return compilation.program
-        program = self._shared(traced, trace, sizes, others) if others else None
+        program = self._shared(traced, trace, sizes, siblings) if siblings else None
         self.count += 1
         if program is None:
             program = compile_trace(trace, traced.numbers, self.compiler)
@@ -159,14 +159,14 @@ class Compilations:
         traced: Traced,
         trace: Trace,
         sizes: Sizes,
-        others: Sequence[tuple[Callable[[], Traced], Sizes]],
+        siblings: Sequence[tuple[Callable[[], Traced], Sizes]],
     ) -> Program | None:
-        """A program for this class and others; None if there can be none."""
+        """A program for this class and siblings; None if there can be none."""
         try:
-            runs = [run() for run, _ in others]
+            runs = [run() for run, _ in siblings]
             if any(run.numbers != traced.numbers for run in runs):
                 return None
-            all_sizes = [sizes, *(of_class for _, of_class in others)]
+            all_sizes = [sizes, *(of_class for _, of_class in siblings)]
             general = generalize([trace, *(run.trace() for run in runs)], all_sizes)
             hints = {name: sizes[name] for name in independent(all_sizes)}
             program = compile_trace(general, traced.numbers, self.compiler, hints)
@@ -174,7 +174,7 @@ class Compilations:
             return None
         if not program.is_for(sizes):
             return None
-        self.made.append(Compilation(general.without_tensors(), traced.numbers, program))
+        self.shared.append(Compilation(general.without_tensors(), traced.numbers, program))
         return program
 
 

@@ -6,9 +6,9 @@ other class is compared with these expressions before it shares the compilation,
 expression gets wrong costs a compilation of its own, and never a wrong result.
 """
 
+import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from fractions import Fraction
 from typing import Any
 
 import attrs
@@ -23,19 +23,21 @@ Sizes = Mapping[str, int]
 
 @attrs.frozen
 class Size:
-    """`product of the factors * numerator // denominator + constant`, in a class's sizes."""
+    """`(product of the factors * numerator + rounding) // denominator + constant`, in a class's
+    sizes. A rounding of `denominator - 1` rounds up."""
 
     factors: tuple[str, ...]
     numerator: int = 1
     denominator: int = 1
     constant: int = 0
+    rounding: int = 0
 
     def of(self, sizes: Mapping[str, Any]) -> Any:
         """The number for a class, or for symbols."""
         product: Any = self.numerator
         for name in self.factors:
             product = product * sizes[name]
-        return product // self.denominator + self.constant
+        return (product + self.rounding) // self.denominator + self.constant
 
     def node(self, graph: fx.Graph, sizes: Mapping[str, fx.Node]) -> fx.Node:
         """The same computation in a graph."""
@@ -44,6 +46,8 @@ class Size:
             result = graph.call_function(operator.mul, (result, sizes[name]))
         if self.numerator != 1:
             result = graph.call_function(operator.mul, (result, self.numerator))
+        if self.rounding:
+            result = graph.call_function(operator.add, (result, self.rounding))
         if self.denominator != 1:
             result = graph.call_function(operator.floordiv, (result, self.denominator))
         if self.constant:
@@ -72,8 +76,8 @@ def generalize(traces: Sequence[Trace], sizes: Sequence[Sizes]) -> Trace:
         NotShared: the traces differ in more than numbers, or no expression fits.
     """
     names = independent(sizes)
-    first, *others = traces
-    _compare_forms(first, others)
+    first, *rest = traces
+    _compare_forms(first, rest)
 
     def generalized(*values: Any) -> Any:
         return _generalized(values, names, sizes)
@@ -102,9 +106,9 @@ def check_instance(trace: Trace, general: Trace, sizes: Sizes) -> None:
         _check_value((mine.args, mine.kwargs), (yours.args, yours.kwargs), sizes)
 
 
-def _compare_forms(first: Trace, others: Sequence[Trace]) -> None:
+def _compare_forms(first: Trace, rest: Sequence[Trace]) -> None:
     """Raise NotShared if traces differ in operators, inputs or aliasing."""
-    for other in others:
+    for other in rest:
         if len(first.operations) != len(other.operations) or len(first.inputs) != len(other.inputs):
             raise NotShared("another number of operators or of inputs")
         for mine, yours in zip(first.operations, other.operations, strict=True):
@@ -156,28 +160,43 @@ def _size_for(values: Sequence[int], names: Sequence[str], sizes: Sequence[Sizes
     raise NotShared(f"numbers that follow no size: {', '.join(map(str, values))}")
 
 
+# The divisors that code rounds by: halves, thirds, blocks of a kernel.
+_DIVISORS = (1, 2, 3, 4, 8, 16, 32, 64, 128, 256)
+
+
 def _candidates(
     values: Sequence[int], names: Sequence[str], sizes: Sequence[Sizes]
 ) -> Iterator[Size]:
     products: list[tuple[str, ...]] = [(name,) for name in names]
     products += [(one, two) for i, one in enumerate(names) for two in names[i:]]
-    linear = [_through_two_points(factors, values, sizes) for factors in products]
-    fits = [size for size in linear if size is not None]
+    candidates = [
+        size
+        for factors in products
+        for divisor in _DIVISORS
+        for size in _through_two_points(factors, divisor, values, sizes)
+    ]
     # A multiple of a size before a size and a constant.
-    yield from sorted(fits, key=lambda x: (x.constant != 0, len(x.factors), x.denominator))
+    yield from sorted(
+        candidates, key=lambda x: (x.constant != 0, len(x.factors), x.denominator, x.rounding)
+    )
 
 
 def _through_two_points(
-    factors: tuple[str, ...], values: Sequence[int], sizes: Sequence[Sizes]
-) -> Size | None:
+    factors: tuple[str, ...], divisor: int, values: Sequence[int], sizes: Sequence[Sizes]
+) -> Iterator[Size]:
+    """Expressions with this divisor that may have these values, rounded down or up."""
     product = [Size(factors).of(s) for s in sizes]
-    pairs = [(i, j) for i in range(len(values)) for j in range(i) if product[i] != product[j]]
-    if not pairs:
-        return None
-    i, j = pairs[0]
-    slope = Fraction(values[i] - values[j], product[i] - product[j])
-    constant = values[i] - product[i] * slope.numerator // slope.denominator
-    return Size(factors, slope.numerator, slope.denominator, constant)
+    low = min(range(len(product)), key=product.__getitem__)
+    high = max(range(len(product)), key=product.__getitem__)
+    if product[low] == product[high]:
+        return
+    slope = (values[high] - values[low]) / (product[high] - product[low])
+    numerator = round(slope * divisor)
+    if numerator == 0 or math.gcd(numerator, divisor) != 1:
+        return
+    for rounding in {0, divisor - 1}:
+        rounded = (product[high] * numerator + rounding) // divisor
+        yield Size(factors, numerator, divisor, values[high] - rounded, rounding)
 
 
 def _check_value(general: Any, value: Any, sizes: Sizes) -> None:

@@ -341,7 +341,8 @@ class Tracer(OperatorWatch):
 def _reads_data(func: Any) -> bool:
     """Whether an operator returns a value, or a shape, that depends on data."""
     tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-    return func is torch.ops.aten._local_scalar_dense.default or any(t in func.tags for t in tags)
+    name = func._schema.name
+    return name == "aten::_local_scalar_dense" or any(tag in func.tags for tag in tags)
 
 
 def _key(x: Tensor) -> tuple[Any, ...]:

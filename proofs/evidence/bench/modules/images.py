@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from weft.proofs.evidence.bench.modules.variants import Call, Setting
-from weft.stages import from_module
+from weft.stages.custom.module import from_module
 from weft.transforms.pipelines.microbatch import scan
 
 

@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from weft.stages import from_module
+from weft.stages.custom.module import from_module
 from weft.transforms.graphs.graphify import graphify
 
 EAGER = "eager"
