@@ -545,7 +545,8 @@ class _Names:
     def read(self, value: Any, label: str = "") -> None:
         """Note the names that a function reads, and in turn the names that the functions it names
         read."""
-        if id(value) in self._visited or isinstance(value, type):
+        # `dict[str, Tensor]`, in an annotation, passes for an object with the attributes of `dict`.
+        if id(value) in self._visited or isinstance(value, type | types.GenericAlias):
             return
         # Before its parts are read, since objects refer to each other in circles.
         self._visited.add(id(value))

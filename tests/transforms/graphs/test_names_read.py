@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from graphified import LAW, captures
 from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.nn.modules import module as modules
 
 from weft.errors import CacheMissError
+from weft.proofs import assert_equal
 from weft.transforms.graphs import outside
 from weft.transforms.graphs.graphify import graphify
 from weft.transforms.pipelines.pipeline import compose, pipeline
@@ -481,3 +483,19 @@ def test_a_closed_over_module_of_torchscript() -> None:
     graph = graphify(lambda x: script(x))
     for value in range(2):
         assert torch.equal(graph(X + value), script(X + value))
+
+
+Tensors = dict[str, Tensor]
+
+
+def test_an_annotation_of_a_nested_function_is_no_reason_to_capture_again() -> None:
+    def outer(x: Tensor) -> Tensor:
+        def inner(values: Tensors) -> Tensor:
+            return values["x"] * 2
+
+        return inner({"x": x})
+
+    g = graphify(outer)
+    for x in (torch.zeros(2), torch.ones(2)):
+        assert_equal(LAW, g(x), outer(x))
+    assert captures(g) == 1
