@@ -18,7 +18,6 @@ from weft.transforms.graphs.backends.audit import Audit
 NAMES = (
     "a live input is held weakly",
     "a capture draws from the default generator",
-    "a refusal that the function swallows is forgotten",
     "a torch.func transform is not inlined",
     "what may draw counts as a draw",
     "parts are joined backwards",
