@@ -38,7 +38,7 @@ _BETWEEN = ("torch._dynamo", "torch.nn.modules")
 
 
 class Listener(Protocol):
-    """What hears of the compiled functions that are called in its context."""
+    """Hears of the compiled functions that are called in its context."""
 
     def begins(self, caller: types.FrameType, *, by_torch: bool, cuda_graphs: str | None) -> bool:
         """A compiled function is called.
@@ -120,7 +120,7 @@ class _Hearing:
         else:
             # An error must not be raised here: torch would not undo what it has set by now.
             call.callback = self._refusing()
-        call.stack.enter_context(_out_of_sight())
+        call.stack.enter_context(_watches(see=False))
         self.calls.append(call)
         return call.callback
 
@@ -148,7 +148,7 @@ class _Hearing:
             raise self.listener.broken()
         outer.num_graphs += 1
         call = _Call(frame, None, contextlib.ExitStack(), is_graph=True)
-        call.stack.enter_context(_in_sight())
+        call.stack.enter_context(_watches(see=True))
         self.calls.append(call)
         _pass_graphs_to_watches()
 
@@ -271,17 +271,9 @@ def running_uncompiled() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _out_of_sight() -> Iterator[None]:
-    before = set_in_sight(False)
-    try:
-        yield
-    finally:
-        set_in_sight(before)
-
-
-@contextlib.contextmanager
-def _in_sight() -> Iterator[None]:
-    before = set_in_sight(True)
+def _watches(*, see: bool) -> Iterator[None]:
+    """A context in which the watches see operators, or do not."""
+    before = set_in_sight(see)
     try:
         yield
     finally:
@@ -331,7 +323,8 @@ def _is_broken(code: types.FrameType, wrapper: types.FrameType) -> bool:
 
 
 def _cuda_graphs(callback: Any) -> str | None:
-    """What makes the compiled functions of a callback use CUDA graphs of their own."""
+    """The option by which the compiled functions of a callback use CUDA graphs of their own; None
+    if they do not."""
     backend = callback
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
@@ -444,7 +437,7 @@ def _compile_derivatives_out_of_sight() -> None:
 
     @contextlib.contextmanager
     def unseen_compilation(*args: Any, **kwargs: Any) -> Iterator[None]:
-        with _out_of_sight(), around_compilation(*args, **kwargs):
+        with _watches(see=False), around_compilation(*args, **kwargs):
             yield
 
     module.track_graph_compiling = unseen_compilation
@@ -466,7 +459,7 @@ def _pass_to_watches(kind: Any) -> None:
         tensors = [inputs[i] for i in written], [inputs[i] for i in read]
         if isinstance(inputs, list):
             inputs.clear()  # as the code itself does, so that memory is free early
-        with _out_of_sight():
+        with _watches(see=False):
             return watch.operator(GRAPH, (run, *tensors), {})
 
     kind.__call__ = seen_call

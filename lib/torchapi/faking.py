@@ -51,6 +51,15 @@ def fake_tensors() -> FakeTensorMode:
     return _Fakes(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
 
 
+def teach_higher_order_operators() -> None:
+    """Let the operators that take functions, with which torch's compiler wraps operators that write
+    to their arguments, treat these modes as what they are: torch asks for the very class."""
+    for operator in torch._ops._higher_order_ops.values():
+        rules = operator.python_key_table
+        if FakeTensorMode in rules:
+            rules.setdefault(_Fakes, rules[FakeTensorMode])
+
+
 def forget_real_tensors(mode: FakeTensorMode) -> None:
     """Drop what a mode remembers of the tensors that its fake ones stand for: weak references to
     them, which `torch.utils.swap_tensors` refuses."""

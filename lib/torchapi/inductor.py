@@ -1,5 +1,6 @@
 """torch's compiler, Inductor: the names of it that weft uses."""
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from weft.torchapi.faking import teach_higher_order_operators
 from weft.torchapi.private import BelowAutograd, WithoutAutocast, WithoutFunctionModes
 
 
@@ -77,6 +79,7 @@ def compile_graph(
         mode: the mode of the fake tensors.
         compiler: the compiler.
     """
+    teach_higher_order_operators()
     context = torch._guards.TracingContext(mode)
     # The trace has the casts of autocast and the devices of modes in it.
     with (
@@ -109,6 +112,17 @@ def compile_graph(
             return compiled(*arguments)
 
     return run
+
+
+def import_compiler() -> None:
+    """Import what torch.compile imports at its first call."""
+    importlib.import_module("torch._inductor.compile_fx")
+
+
+def mark_static(tensor: Tensor) -> None:
+    """Tell torch.compile that a tensor stays where it is, so that a function that writes to it
+    may be a CUDA graph."""
+    torch._dynamo.mark_static_address(tensor)
 
 
 _PATCHES = {

@@ -30,7 +30,7 @@ from weft.transforms.graphs.calls.fast_path import FastPaths
 from weft.transforms.graphs.calls.key import CacheInfo, Key, TreeKey, Weakly
 from weft.transforms.graphs.calls.results import Handover, hand_over
 from weft.transforms.graphs.capture import Graph, capture, title_of
-from weft.transforms.graphs.compiler.compiled import Compilations, CompiledRecording
+from weft.transforms.graphs.compiler.compilations import Compilations, CompiledRecording
 from weft.transforms.graphs.dispatch import Decision, dispatch
 from weft.transforms.graphs.explain import (
     INLINE,

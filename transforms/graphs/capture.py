@@ -32,7 +32,7 @@ from weft.transforms.graphs.calls.results import (
     refuse_opaque,
     refuse_requiring_grad,
 )
-from weft.transforms.graphs.compiler.compiled import Compilations, record_compiled
+from weft.transforms.graphs.compiler.compilations import Compilations, record_compiled
 from weft.transforms.graphs.compiler.trace import Traced, Tracer, Untraceable, trace
 from weft.transforms.graphs.one_at_a_time import ONE_AT_A_TIME
 from weft.transforms.graphs.options import Graphable
@@ -600,7 +600,7 @@ def _similar_classes(graphable: Graphable, call: Call, mode: str, descriptor: An
 
 
 def _rest_of(descriptor: Any, sizes: Iterable[str]) -> dict[str, Any]:
-    """What a descriptor holds besides its sizes."""
+    """The fields of a descriptor besides its sizes."""
     if not attrs.has(type(descriptor)):
         return {}
     values = attrs.asdict(descriptor, recurse=False)

@@ -209,7 +209,6 @@ PAIRS = torch.rand(2, 4)
 COUNTS = torch.tensor([1, 3])
 LOGS = torch.randn(5, 2, 4).log_softmax(-1)
 TARGETS = torch.ones(2, 3, dtype=torch.long)
-WITH_ITS_OWN_GRAPHS = torch.compile(lambda x: x * 2, mode="reduce-overhead")
 
 
 def packed(x: Tensor, lengths: Any) -> Tensor:
@@ -252,16 +251,6 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
         lambda logs: nn.functional.ctc_loss(logs, TARGETS, (5, 5), (3, 2)),
         (LOGS,),
         "depends on data",
-    ),
-    "a compiled function with CUDA graphs": (
-        WITH_ITS_OWN_GRAPHS,
-        (X,),
-        "with CUDA graphs of its own",
-    ),
-    "one inside": (
-        lambda x: WITH_ITS_OWN_GRAPHS(x) + 1,
-        (X,),
-        "with CUDA graphs of its own",
     ),
     "flex_attention": (
         lambda q: flex_attention(q, q, q),

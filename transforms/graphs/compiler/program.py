@@ -29,7 +29,7 @@ class Program:
     symbols: Symbols | None
 
     def arguments(self, inputs: Sequence[Tensor], sizes: Sizes) -> list[Any]:
-        """What `run` takes, for the inputs of a trace and the sizes of its class."""
+        """The arguments of `run`, from the inputs of a trace and the sizes of its class."""
         names = [] if self.symbols is None else [*self.symbols.by_name]
         return [*(sizes[name] for name in names), *(inputs[i] for i in self.takes)]
 

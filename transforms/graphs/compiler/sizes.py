@@ -161,7 +161,7 @@ def _size_for(values: Sequence[int], names: Sequence[str], sizes: Sequence[Sizes
 
 
 # The divisors that code rounds by: halves, thirds, blocks of a kernel.
-_DIVISORS = (1, 2, 3, 4, 8, 16, 32, 64, 128, 256)
+DIVISORS = (1, 2, 3, 4, 8, 16, 32, 64, 128, 256)
 
 
 def _candidates(
@@ -172,7 +172,7 @@ def _candidates(
     candidates = [
         size
         for factors in products
-        for divisor in _DIVISORS
+        for divisor in DIVISORS
         for size in _through_two_points(factors, divisor, values, sizes)
     ]
     # A multiple of a size before a size and a constant.

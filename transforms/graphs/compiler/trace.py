@@ -42,7 +42,7 @@ _as_strided = torch.ops.aten.as_strided.default
 
 
 class Untraceable(Exception):
-    """What a trace cannot hold, in words; a capture may still hold it."""
+    """The reason why a trace cannot hold a function that a capture may still hold."""
 
 
 @attrs.frozen

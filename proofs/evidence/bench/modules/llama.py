@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from weft.proofs.evidence.bench.modules.training import trained
 from weft.proofs.evidence.bench.modules.variants import Call, Setting
-from weft.torchapi.compiling import mark_static
+from weft.torchapi.inductor import mark_static
 
 
 def llama(setting: Setting) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor
 from weft.proofs.evidence.bench.graphify_overhead import collector_off, synchronize
 from weft.proofs.evidence.bench.modules.cases import CASES
 from weft.proofs.evidence.bench.modules.variants import EAGER, JAX, Call, Setting, float_leaves
-from weft.torchapi.compiling import import_compiler
+from weft.torchapi.inductor import import_compiler
 
 MARK = "ROW "
 # The calls before the timed ones, whose results are checked. `reduce-overhead` compiles in the
@@ -36,7 +36,7 @@ _COPIES = ("Memcpy", "Memset")
 
 @attrs.frozen
 class Row:
-    """What one process measured.
+    """The measurements of one process.
 
     Args:
         opening_s: the seconds of the first calls, one by one.

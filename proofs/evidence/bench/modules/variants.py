@@ -26,7 +26,7 @@ S = TypeVar("S")
 
 @attrs.frozen
 class Setting:
-    """What a case is made for.
+    """The variant and the sizes for which a case is built.
 
     Args:
         variant: one of `VARIANTS`.

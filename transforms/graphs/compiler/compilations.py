@@ -117,7 +117,10 @@ class Compilations:
         if not isinstance(error, Untraceable):
             problem = f"{type(error).__name__}: {problem}"
         if graphable.strict:
-            instead = "what the compiler takes; or without strict=True, to run it uncompiled"
+            instead = (
+                "operators that the compiler takes; compiler='aot_eager' shows whether the fault is"
+                " Inductor's; without strict=True, it is captured uncompiled"
+            )
             raise CompilerError(
                 f"graphify({graphable.name}, compiler={graphable.compiler!r})", problem, instead
             ) from error
