@@ -96,10 +96,11 @@ def refuse_shared(call: Arguments, name: str) -> None:
     another argument by reference: the order of the writes would then decide the result."""
     leaves = call.reference_leaves
     count = call.num_donated
-    donated = [
-        (i, x) for i, x in enumerate(leaves[:count]) if isinstance(x, Tensor) and not x.is_meta
-    ]
-    for position, (index, leaf) in enumerate(donated):
+    donated = {
+        i: x for i, x in enumerate(leaves[:count]) if isinstance(x, Tensor) and not x.is_meta
+    }
+    nearby = _nearby(donated)
+    for index, leaf in donated.items():
         if overlaps_itself(leaf):
             raise _refusal(
                 call,
@@ -107,9 +108,8 @@ def refuse_shared(call: Arguments, name: str) -> None:
                 "{}, which is donated, has elements that share memory, as an expanded tensor has",
                 index,
             )
-        if (
-            other := next((i for i, x in donated[:position] if overlap(x, leaf)), None)
-        ) is not None:
+        earlier = (i for i in nearby[index] if overlap(donated[i], leaf))
+        if (other := next(earlier, None)) is not None:
             instead = (
                 "donate it once, and use it in both places inside the function (a copy would become"
                 " a second value), or do not donate"
@@ -126,6 +126,20 @@ def refuse_shared(call: Arguments, name: str) -> None:
             raise _refusal(
                 call, name, "{} shares its storage with {}, which is donated", index, owner
             )
+
+
+def _nearby(tensors: dict[int, Tensor]) -> dict[int, list[int]]:
+    """For each tensor, the tensors before it between whose first and last bytes lie some of its
+    own, in order."""
+    spans = sorted((*_span(x), i) for i, x in tensors.items())
+    nearby: dict[int, list[int]] = {i: [] for i in tensors}
+    open_spans = list[tuple[int, int]]()
+    for start, stop, index in spans:
+        open_spans = [(end, i) for end, i in open_spans if end > start]
+        for _, other in open_spans:
+            nearby[max(index, other)].append(min(index, other))
+        open_spans.append((stop, index))
+    return {i: sorted(others) for i, others in nearby.items()}
 
 
 def refuse_donated_twice(call: Arguments, name: str, first: int) -> None:
@@ -162,8 +176,12 @@ def _has_memory(tensor: Tensor) -> bool:
 
 def _span(tensor: Tensor) -> tuple[int, int]:
     """The first address of a tensor's elements, and the address after the last one."""
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+    size = tensor.element_size()
+    start = tensor.untyped_storage().data_ptr() + tensor.storage_offset() * size
+    if not tensor.numel():
+        return start, start
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * size
 
 
 def _refusal(
