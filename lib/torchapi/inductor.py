@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from weft.torchapi.faking import teach_higher_order_operators
-from weft.torchapi.private import BelowAutograd, WithoutAutocast, WithoutFunctionModes
+from weft.torchapi.private import WithoutAutocast, WithoutFunctionModes
 
 
 class Symbols:
@@ -67,8 +67,13 @@ def compilers() -> list[str]:
 
 
 def compile_graph(
-    module: fx.GraphModule, examples: Sequence[Any], mode: FakeTensorMode, compiler: Compiler
-) -> Callable[[list[Any]], Sequence[Tensor]]:
+    module: fx.GraphModule,
+    examples: Sequence[Any],
+    mode: FakeTensorMode,
+    compiler: Compiler,
+    *,
+    combine: bool,
+) -> Callable[..., Sequence[Tensor]]:
     """Compile a graph of operators, without CUDA graphs of the compiler's own.
 
     Inductor's draws of random numbers stay the operators' own, so that they take the same stream.
@@ -78,6 +83,7 @@ def compile_graph(
         examples: a symbol or a fake tensor for each of its placeholders.
         mode: the mode of the fake tensors.
         compiler: the compiler.
+        combine: whether Inductor makes one kernel of several independent ones.
     """
     teach_higher_order_operators()
     context = torch._guards.TracingContext(mode)
@@ -93,7 +99,7 @@ def compile_graph(
                 module,
                 list(examples),
                 dynamic_shapes="from_tracing_context",
-                options={"config_patches": _PATCHES},
+                options={"config_patches": {**_PATCHES, "combo_kernels": combine}},
             )
         else:
             compile_function: Callable[..., Any]
@@ -107,11 +113,7 @@ def compile_graph(
     for node in module.graph.nodes:
         node.meta.clear()
 
-    def run(arguments: list[Any]) -> Any:
-        with BelowAutograd(), WithoutAutocast(), WithoutFunctionModes(), torch.no_grad():
-            return compiled(*arguments)
-
-    return run
+    return compiled
 
 
 def import_compiler() -> None:
@@ -129,4 +131,6 @@ _PATCHES = {
     "triton.cudagraphs": False,
     "fallback_random": True,
     "triton.autotune_at_compile_time": False,
+    # Inductor gives unaligned matrices aligned strides; this would copy them besides.
+    "shape_padding": False,
 }

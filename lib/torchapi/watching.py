@@ -88,6 +88,9 @@ class _ToWatches(TorchDispatchMode):
                 result = func.decompose(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
+        if _is_on_lists(func):
+            with self:
+                return func._op_dk(_COMPOSITE, *args, **(kwargs or {}))
         watch = _active()[-1]
         positions = _tensors_only(func)
         if any(_is_number(args[i]) for i in positions if i < len(args)):
@@ -104,12 +107,23 @@ class _ToWatches(TorchDispatchMode):
         return watch.operator(torch.ops.aten.lift_fresh.default, (tensor,), {})
 
 
+_COMPOSITE = torch._C.DispatchKey.CompositeExplicitAutograd
+
+
+@functools.cache
+def _is_on_lists(func: Any) -> bool:
+    """Whether an operator has a kernel that calls another operator on each tensor of its lists."""
+    is_foreach = func._schema.name.startswith("aten::_foreach_")
+    return is_foreach and bool(func.has_kernel_for_dispatch_key(_COMPOSITE))
+
+
 @contextlib.contextmanager
 def watching_by_mode() -> Iterator[None]:
     """A context in which watches see operators through a dispatch mode and not through their own
     key, so that they see operators on fake tensors too, in torch's threads for backward passes as
     well. Some operators then compute in another way, as in every trace of torch. Watches that are
-    active already see nothing; enter those that are to see the operators before the mode."""
+    active already see nothing; enter those that are to see the operators before the mode.
+    An operator on lists of tensors (`torch._foreach_*`) is seen as one on each of them."""
     token = _BY_MODE.set(True)
     try:
         yield

@@ -358,7 +358,9 @@ def capture(
         captured = None
         failure: Exception | None = None
         if compilations is not None:
-            captured, failure = _compile(graphable, call, mode, descriptor, backend, compilations)
+            captured, failure = _compile(
+                graphable, call, split_at, mode, descriptor, backend, compilations
+            )
         if captured is None:
             captured = _record(graphable, call, split_at, descriptor, backend, watch)
         if compilations is not None and failure is not None:
@@ -490,6 +492,7 @@ def _checked(record: Callable[[], Any], prepared: Prepared, audit: Audit, call: 
 def _compile(
     graphable: Graphable,
     call: Call,
+    split_at: frozenset[str],
     mode: str,
     descriptor: Any,
     backend: Backend,
@@ -497,8 +500,6 @@ def _compile(
 ) -> tuple[_Captured | None, Exception | None]:
     """Compile a function, and record what the compiler made; or return why it cannot be
     compiled."""
-    if mode == "piecewise":
-        return None, Untraceable("split_at, operators that stay outside the graphs")
     if is_batch_invariant():
         return None, Untraceable("batch_invariant(): a compiler sums in an order of its own")
     # On other pools than the back end's: most classes are traced for their sizes only.
@@ -514,6 +515,7 @@ def _compile(
                 (partial(_traced_only, trace_class, other), sizes_of(prepared.axes, other))
                 for other in siblings
             ],
+            split_at,
         )
     except WeftError:
         raise
@@ -525,7 +527,7 @@ def _compile(
     donated = [x for x in call.reference_leaves[: call.num_donated] if isinstance(x, Tensor)]
     donated = [x for x in donated if is_saved(x, descriptor)]
     recording = record_compiled(
-        program, sizes, traced, audit, backend, call.reference_leaves, donated
+        program, sizes, traced, audit, backend, call.reference_leaves, donated, split_at
     )
     inputs = (*call.reference_leaves, *prepared.buffers)
     allocated = {storage_id(x) for x in recording.outputs.leaves if isinstance(x, Tensor)}

@@ -22,6 +22,7 @@ from weft.torchapi.private import (
     current_stream_id,
     generator_id,
     kept_pool,
+    own_workspaces,
     replayer,
     stop_allocating_to_pool,
     storage_id,
@@ -214,7 +215,13 @@ class CudaBackend:
                 audit.call, fault, "move operations that wait for the device out of it", error
             ) from error
 
-    def record(self, run: Callable[[], Any], audit: Audit, donated: Sequence[Tensor]) -> Any:
+    def record(
+        self,
+        run: Callable[[], Any],
+        audit: Audit,
+        donated: Sequence[Tensor],
+        split_at: frozenset[str],
+    ) -> Any:
         """Record a compiled function, after a run in which its kernels load and libraries create
         their workspaces.
 
@@ -222,6 +229,7 @@ class CudaBackend:
             run: calls the compiled function, and returns the outputs.
             audit: the audit of the function that was compiled; it knows the random generators.
             donated: the tensors that the first run may change; they are restored.
+            split_at: the operators that run between the pieces of the recording.
         """
         with self.allocating(), kept_pool(self.device, self.pool) as allocating:
             with _restored(donated, audit.random.generators):
@@ -229,7 +237,7 @@ class CudaBackend:
                 with allocating():
                     run()
                 self.stream.synchronize()
-            return self._record(run, audit, frozenset(), watched=False)
+            return self._record(run, audit, split_at, watched=False)
 
     def _record_or_unroll(
         self, fn: Callable[[], Any], audit: Audit, split_at: frozenset[str]
@@ -263,7 +271,7 @@ class CudaBackend:
         session = _Session(self.device, self.pool, split_at, audit, watched)
         loops = self._while_nodes.recorder(audit)
         try:
-            with looping(loops):
+            with looping(loops), own_workspaces():
                 outputs = session.run(fn)
         except BaseException:
             # The allocator may consider the pool of a failed capture as still in use by a capture.

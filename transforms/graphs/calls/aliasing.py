@@ -177,11 +177,11 @@ def _has_memory(tensor: Tensor) -> bool:
 def _span(tensor: Tensor) -> tuple[int, int]:
     """The first address of a tensor's elements, and the address after the last one."""
     size = tensor.element_size()
-    start = tensor.untyped_storage().data_ptr() + tensor.storage_offset() * size
+    start = tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * size
     if not tensor.numel():
         return start, start
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * size
+    return start, start + (int(last) + 1) * size
 
 
 def _refusal(

@@ -2,7 +2,7 @@
 compiler made."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import attrs
@@ -17,6 +17,7 @@ from weft.transforms.graphs.backends.cuda import CudaBackend
 from weft.transforms.graphs.calls.aliasing import overlaps_itself
 from weft.transforms.graphs.calls.buffers import in_a_row
 from weft.transforms.graphs.calls.results import Cloner, Outputs
+from weft.transforms.graphs.compiler.parts import split
 from weft.transforms.graphs.compiler.program import Program, compile_trace
 from weft.transforms.graphs.compiler.sizes import (
     NotShared,
@@ -25,7 +26,7 @@ from weft.transforms.graphs.compiler.sizes import (
     generalize,
     independent,
 )
-from weft.transforms.graphs.compiler.trace import Trace, Traced, Untraceable
+from weft.transforms.graphs.compiler.trace import Operation, Trace, Traced, Untraceable
 from weft.transforms.graphs.options import Graphable
 
 
@@ -82,12 +83,10 @@ class Compilation:
 
     Args:
         trace: the trace, with expressions in place of the numbers that follow sizes.
-        outputs: the numbers of the values that it returns.
         program: what the compiler made.
     """
 
     trace: Trace
-    outputs: tuple[int, ...]
     program: Program
 
 
@@ -134,7 +133,11 @@ class Compilations:
             )
 
     def program_for(
-        self, traced: Traced, sizes: Sizes, siblings: Sequence[tuple[Callable[[], Traced], Sizes]]
+        self,
+        traced: Traced,
+        sizes: Sizes,
+        siblings: Sequence[tuple[Callable[[], Traced], Sizes]],
+        split_at: Set[str],
     ) -> Program:
         """The program for a traced run.
 
@@ -142,20 +145,31 @@ class Compilations:
             traced: the run.
             sizes: the sizes of its class; empty if there is no ladder.
             siblings: traces another class of the ladder, and its sizes; for a few of them.
+            split_at: the operators that are called as they are.
         """
         trace = traced.trace()
         for compilation in self.shared:
-            if compilation.outputs == traced.numbers and compilation.program.is_for(sizes):
+            program = compilation.program
+            if program.outputs == traced.numbers and program.is_for(sizes):
                 try:
-                    check_instance(trace, compilation.trace, sizes)
+                    check_instance(trace, compilation.trace, sizes, program.crossing)
                 except NotShared:
                     continue
-                return compilation.program
-        program = self._shared(traced, trace, sizes, siblings) if siblings else None
+                return program
         self.count += 1
-        if program is None:
-            program = compile_trace(trace, traced.numbers, self.compiler)
-        return program
+        if siblings and (shared := self._shared(traced, trace, sizes, siblings, split_at)):
+            return shared
+        return self._compile(trace, traced.numbers, split_at)
+
+    def _compile(
+        self,
+        trace: Trace,
+        outputs: tuple[int, ...],
+        split_at: Set[str],
+        sizes: Sizes | None = None,
+    ) -> Program:
+        parts = split(trace, lambda operation: _is_whole(operation, split_at))
+        return compile_trace(trace, parts, outputs, self.compiler, sizes)
 
     def _shared(
         self,
@@ -163,6 +177,7 @@ class Compilations:
         trace: Trace,
         sizes: Sizes,
         siblings: Sequence[tuple[Callable[[], Traced], Sizes]],
+        split_at: Set[str],
     ) -> Program | None:
         """A program for this class and siblings; None if there can be none."""
         try:
@@ -172,13 +187,21 @@ class Compilations:
             all_sizes = [sizes, *(of_class for _, of_class in siblings)]
             general = generalize([trace, *(run.trace() for run in runs)], all_sizes)
             hints = {name: sizes[name] for name in independent(all_sizes)}
-            program = compile_trace(general, traced.numbers, self.compiler, hints)
+            program = self._compile(general, traced.numbers, split_at, hints)
         except NotShared:
             return None
         if not program.is_for(sizes):
             return None
-        self.shared.append(Compilation(general.without_tensors(), traced.numbers, program))
+        self.shared.append(Compilation(general.without_tensors(), program))
         return program
+
+
+def _is_whole(operation: Operation, split_at: Set[str]) -> bool:
+    """Whether an operator is called as it is, between compiled parts."""
+    name = operation.func._schema.name
+    # No compiler of torch takes the operators of fused optimizers.
+    is_optimizer = name.startswith("aten::_fused_") and bool(operation.writes)
+    return not operation.is_plain or is_optimizer or name in split_at
 
 
 def record_compiled(
@@ -189,6 +212,7 @@ def record_compiled(
     backend: Any,
     by_reference: Sequence[Any],
     donated: Sequence[Any],
+    split_at: frozenset[str],
 ) -> Any:
     """Record a compiled run.
 
@@ -200,6 +224,7 @@ def record_compiled(
         backend: the back end on whose device the arguments are.
         by_reference: the leaves by reference.
         donated: the tensors to save while the compiled function runs before a recording.
+        split_at: the operators between the pieces of the recording.
     """
     fake_outputs = traced.outputs
     leaves = fake_outputs.leaves
@@ -213,19 +238,22 @@ def record_compiled(
         return outputs
 
     if isinstance(backend, CudaBackend):
-        arguments = program.arguments(inputs, sizes)
-        return backend.record(lambda: outputs_of(program.run([*arguments])), audit, donated)
+        run = program.bind(inputs, sizes)
+        return backend.record(lambda: outputs_of(run()), audit, donated, split_at)
     storages = {storage_id(x) for x in by_reference if isinstance(x, Tensor)}
     # The caller owns these, and a graph does not keep them alive.
     inputs = [
         unowned(x) if storage_id(x) in storages and x.untyped_storage().nbytes() else x
         for x in inputs
     ]
-    arguments = program.arguments(inputs, sizes)
     targets = tuple(_like(leaves[i]) for i in indices)
-    run = program.run
+    num_pieces = 1 + sum(name in split_at for name in program.operators)
     return CompiledRecording(
-        lambda: run([*arguments]), outputs_of(targets), targets, _aliases(traced, indices)
+        program.bind(inputs, sizes),
+        outputs_of(targets),
+        targets,
+        _aliases(traced, indices),
+        num_pieces,
     )
 
 

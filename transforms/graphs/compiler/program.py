@@ -1,7 +1,7 @@
-"""A trace as a graph of torch.fx, compiled."""
+"""A trace as a program: compiled graphs, and operators that are called as they are."""
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import attrs
@@ -9,8 +9,96 @@ import torch
 from torch import Tensor, fx
 
 from weft.torchapi.inductor import Compiler, Symbols, compile_graph
+from weft.torchapi.private import BelowAutograd, WithoutAutocast, WithoutFunctionModes
+from weft.transforms.graphs.compiler.parts import Part
 from weft.transforms.graphs.compiler.sizes import NotShared, Size, Sizes
-from weft.transforms.graphs.compiler.trace import Input, Operation, Ref, Trace
+from weft.transforms.graphs.compiler.trace import (
+    Operation,
+    Ref,
+    Trace,
+    Untraceable,
+    derivation,
+    is_derivable,
+)
+
+# The values of a run, by their numbers in the trace.
+Values = dict[int, Tensor]
+
+
+@attrs.frozen(eq=False)
+class Call:
+    """A call of a compiled graph.
+
+    Args:
+        run: takes the sizes that are symbols, then tensors; returns tensors.
+        takes: the numbers of the values that it takes.
+        gives: the numbers of those that it returns.
+        drops: the numbers of the values that nothing needs after it.
+    """
+
+    run: Callable[..., Sequence[Tensor]]
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+    drops: tuple[int, ...] = ()
+
+    def __call__(self, values: Values, sizes: Sizes) -> None:
+        """Run it on values, and add its results to them."""
+        results = self.run(*sizes.values(), *[values[number] for number in self.takes])
+        values.update(zip(self.gives, results, strict=True))
+        for number in self.drops:
+            del values[number]
+
+
+@attrs.frozen(eq=False)
+class OperatorCall:
+    """A call of an operator as it is.
+
+    Args:
+        operations: the operators that derive its arguments from values of the run, and itself.
+        takes: the numbers of the values that it takes.
+        gives: the numbers of those that it returns.
+        drops: the numbers of the values that nothing needs after it.
+    """
+
+    operations: tuple[Operation, ...]
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+    drops: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The operator's name."""
+        name: str = self.operations[-1].func._schema.name
+        return name
+
+    def __call__(self, values: Values, sizes: Sizes) -> None:
+        """Run it on values, and add its results to them."""
+        mine = {number: values[number] for number in self.takes}
+        for operation in self.operations:
+            args = _resolved(operation.args, mine, sizes)
+            kwargs = _resolved(operation.kwargs, mine, sizes)
+            result = operation.func(*args, **kwargs)
+            for path, number in operation.results:
+                value = result
+                for index in path:
+                    value = value[index]
+                mine[number] = value
+        values.update((number, mine[number]) for number in self.gives)
+        for number in self.drops:
+            del values[number]
+
+
+def _resolved(value: Any, values: Values, sizes: Sizes) -> Any:
+    """An argument with tensors and numbers in place of `Ref` and `Size`."""
+    if isinstance(value, Ref):
+        return values[value.number]
+    if isinstance(value, Size):
+        return value.of(sizes)
+    if isinstance(value, tuple | list):
+        return type(value)([_resolved(x, values, sizes) for x in value])
+    if isinstance(value, dict):
+        return {name: _resolved(x, values, sizes) for name, x in value.items()}
+    return value
 
 
 @attrs.frozen(eq=False)
@@ -18,20 +106,46 @@ class Program:
     """A compiled trace.
 
     Args:
-        run: takes the sizes that are symbols, then the tensors of the inputs; returns those of the
-            outputs.
-        takes: the indices of the trace's inputs that it takes.
+        calls: what to call, in order.
+        inputs: the numbers of the trace's inputs.
+        outputs: the numbers of the values that it returns.
         symbols: the sizes that are symbols in it; None if it is for one class.
     """
 
-    run: Callable[[list[Any]], Sequence[Tensor]]
-    takes: tuple[int, ...]
+    calls: tuple[Call | OperatorCall, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
     symbols: Symbols | None
 
-    def arguments(self, inputs: Sequence[Tensor], sizes: Sizes) -> list[Any]:
-        """The arguments of `run`, from the inputs of a trace and the sizes of its class."""
+    @property
+    def operators(self) -> list[str]:
+        """The names of the operators that it calls as they are."""
+        return [call.name for call in self.calls if isinstance(call, OperatorCall)]
+
+    @property
+    def crossing(self) -> set[int]:
+        """The numbers of the values that one call returns and another one takes."""
+        return {number for call in self.calls for number in call.takes}
+
+    def bind(self, inputs: Sequence[Tensor], sizes: Sizes) -> Callable[[], list[Tensor]]:
+        """A function that runs it.
+
+        Args:
+            inputs: the inputs of the trace.
+            sizes: the sizes of the class.
+        """
         names = [] if self.symbols is None else [*self.symbols.by_name]
-        return [*(sizes[name] for name in names), *(inputs[i] for i in self.takes)]
+        numbers = {name: sizes[name] for name in names}
+        start = dict(zip(self.inputs, inputs, strict=True))
+
+        def run() -> list[Tensor]:
+            values = start.copy()
+            with BelowAutograd(), WithoutAutocast(), WithoutFunctionModes(), torch.no_grad():
+                for call in self.calls:
+                    call(values, numbers)
+            return [values[number] for number in self.outputs]
+
+        return run
 
     def is_for(self, sizes: Sizes) -> bool:
         """Whether the compiler assumed nothing that these sizes contradict."""
@@ -39,94 +153,242 @@ class Program:
 
 
 def compile_trace(
-    trace: Trace, outputs: Sequence[int], compiler: Compiler, sizes: Sizes | None = None
+    trace: Trace,
+    parts: Sequence[Part | Operation],
+    outputs: Sequence[int],
+    compiler: Compiler,
+    sizes: Sizes | None = None,
 ) -> Program:
-    """Compile a trace that returns the values with these numbers.
+    """Compile a trace.
 
     Args:
         trace: the trace; with `sizes`, its numbers may be `Size`.
+        parts: its parts; those that are operators are called as they are.
         outputs: the numbers of the values that it returns.
         compiler: the compiler.
         sizes: the sizes of a class, for whose numbers the compiler chooses if it has to.
     """
-    builder = _Builder(trace, sizes)
-    for operation in trace.operations:
-        builder.add(operation)
-    builder.graph.output([builder.nodes[number] for number in outputs])
-    module = fx.GraphModule(torch.nn.Module(), builder.graph)
-    run = compile_graph(module, builder.examples, trace.mode, compiler)
-    return Program(run, tuple(builder.takes), builder.symbols)
+    values = _Flow(trace)
+    parts = [*parts, *values.derived_last(parts, outputs)]
+    symbols = None if sizes is None else Symbols(trace.mode, sizes)
+    calls: list[Call | OperatorCall] = []
+    for part, gives in zip(parts, values.given(parts, outputs), strict=True):
+        if isinstance(part, Operation):
+            operations, takes = values.complete([part])
+            calls.append(OperatorCall(tuple(operations), tuple(takes), tuple(gives)))
+        else:
+            operations, takes = values.complete(part.operations)
+            graph = _Graph(trace, symbols, takes)
+            for operation in operations:
+                graph.add(operation)
+            run = graph.compile(gives, compiler, combine=part.is_combined)
+            calls += [
+                Call(run, _renumbered(graph.takes, numbers), _renumbered(gives, numbers))
+                for numbers in part.calls
+            ]
+    inputs = tuple(x.number for x in trace.inputs)
+    return Program(_with_drops(calls, {*inputs, *outputs}), inputs, tuple(outputs), symbols)
 
 
-class _Builder:
-    """Builds the graph of a trace.
+def _renumbered(numbers: Iterable[int], names: dict[int, int]) -> tuple[int, ...]:
+    return tuple(names.get(number, number) for number in numbers)
 
-    Attributes:
-        nodes: the node of each value.
-        takes: the indices of the inputs that are the graph's.
-        examples: the symbols, then the fake tensors of these inputs.
+
+def _with_drops(
+    calls: Sequence[Call | OperatorCall], needed: Set[int]
+) -> tuple[Call | OperatorCall, ...]:
+    """The calls; each drops the values that nothing needs after it."""
+    done = set(needed)
+    result: list[Call | OperatorCall] = []
+    for call in reversed(calls):
+        drops = {*call.takes, *call.gives} - done
+        done |= drops
+        result.append(attrs.evolve(call, drops=tuple(sorted(drops))))
+    return tuple(reversed(result))
+
+
+class _Flow:
+    """Which values pass between the parts of a trace.
+
+    A view of memory that an earlier part has allocated is derived again from the first value
+    there, so that no two values that pass share memory.
     """
 
-    def __init__(self, trace: Trace, sizes: Sizes | None) -> None:
-        self.graph = fx.Graph()
-        self.nodes: dict[int, Any] = {}
-        self.takes: list[int] = []
-        self.examples: list[Any] = []
-        self._mode = trace.mode
-        self.symbols = None if sizes is None else Symbols(trace.mode, sizes)
+    def __init__(self, trace: Trace) -> None:
+        self._values = trace.values
+        self._inputs = {x.number for x in trace.inputs}
+        self._written = {trace.values[number].base for x in trace.operations for number in x.writes}
+
+    def complete(self, operations: Sequence[Operation]) -> tuple[list[Operation], list[int]]:
+        """The operators of a part, with those that derive the views that it starts from; and the
+        numbers of the values that it takes."""
+        there = set[int]()
+        takes: list[int] = []
+        result: list[Operation] = []
+        for operation in operations:
+            for number in operation.reads:
+                if number not in there and self._is_derived(number):
+                    self._take(self._values[number].base, takes, there)
+                    result.append(derivation(self._values, number))
+                    there.add(number)
+                self._take(number, takes, there)
+            result.append(operation)
+            there.update(operation.makes)
+        return result, takes
+
+    def _take(self, number: int, takes: list[int], there: set[int]) -> None:
+        if number in there:
+            return
+        value = self._values[number]
+        if number not in self._inputs and number != value.base and value.base in self._written:
+            raise Untraceable("a view of another dtype that one compiled part makes for another")
+        there.add(number)
+        takes.append(number)
+
+    def _is_derived(self, number: int) -> bool:
+        """Whether parts that did not make a value derive it."""
+        if number in self._inputs or not is_derivable(self._values, number):
+            return False
+        base = self._values[self._values[number].base]
+        return base.geometry is not None and base.geometry[2] == 0
+
+    def derived_last(
+        self, parts: Sequence[Part | Operation], outputs: Iterable[int]
+    ) -> list[Operation]:
+        """The operators that derive outputs at the end: a part after the one that made them writes
+        to their memory."""
+        written = set[int]()
+        late = set[int]()
+        for part in reversed(parts):
+            late.update(x for x in _made(part) if self._values[x].base in written)
+            written |= {self._values[x].base for x in _written(part)}
+        return [
+            derivation(self._values, number)
+            for number in dict.fromkeys(outputs)
+            if number in late and self._is_derived(number)
+        ]
+
+    def given(self, parts: Sequence[Part | Operation], outputs: Iterable[int]) -> list[list[int]]:
+        """For each part, the numbers of the values that it returns."""
+        needed = set(outputs)
+        result: list[list[int]] = []
+        for part in reversed(parts):
+            calls: Sequence[dict[int, int]] = ({},)
+            operations: Sequence[Operation] = (part,) if isinstance(part, Operation) else ()
+            if isinstance(part, Part):
+                calls, operations = part.calls, part.operations
+            made = [number for x in operations for number in x.makes]
+            result.append(
+                [x for x in made if any(numbers.get(x, x) in needed for numbers in calls)]
+            )
+            needed.difference_update(numbers.get(x, x) for x in made for numbers in calls)
+            _, takes = self.complete(operations)
+            needed.update(numbers.get(x, x) for x in takes for numbers in calls)
+        return result[::-1]
+
+
+def _made(part: Part | Operation) -> Iterator[int]:
+    """The values that a part makes."""
+    if isinstance(part, Operation):
+        yield from part.makes
+    else:
+        for numbers in part.calls:
+            yield from _renumbered([x for op in part.operations for x in op.makes], numbers)
+
+
+def _written(part: Part | Operation) -> Iterator[int]:
+    """The values that a part writes to."""
+    if isinstance(part, Operation):
+        yield from part.writes
+    else:
+        for numbers in part.calls:
+            yield from _renumbered([x for op in part.operations for x in op.writes], numbers)
+
+
+class _Graph:
+    """Builds the graph of a part.
+
+    Attributes:
+        takes: the numbers of the values that are its inputs.
+    """
+
+    def __init__(self, trace: Trace, symbols: Symbols | None, takes: Iterable[int]) -> None:
+        self._graph = fx.Graph()
+        self._trace = trace
+        self._symbols = symbols
+        self._nodes: dict[int, Any] = {}
+        self._examples: list[Any] = []
         self._sizes: dict[str, fx.Node] = {}
+        self.takes: list[int] = []
         # As arguments of their own: torch's cache keeps what the compiler assumed of these only.
-        for name, symbol in ({} if self.symbols is None else self.symbols.by_name).items():
+        for name, symbol in ({} if symbols is None else symbols.by_name).items():
             self._sizes[name] = self._placeholder(f"size_{name}", symbol)
-        for index, value in enumerate(trace.inputs):
-            if value.is_literal and value.tensor.dim() == 0 and value.tensor.is_cpu:
-                self.nodes[value.number] = self._number(value.tensor)
+        inputs = {x.number: x for x in trace.inputs}
+        for number in takes:
+            given = inputs.get(number)
+            if given is not None and given.is_literal and _is_number(given.tensor):
+                self._nodes[number] = self._number(given.tensor)
             else:
-                self._add_input(index, value)
+                example = None if given is None else given.fake
+                self._nodes[number] = self._placeholder(
+                    f"value_{number}", self._example(number, example)
+                )
+                self.takes.append(number)
 
     def _number(self, tensor: Tensor) -> fx.Node:
         options: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
-        return self.graph.call_function(torch.ops.aten.full.default, ([], tensor.item()), options)
+        return self._graph.call_function(torch.ops.aten.full.default, ([], tensor.item()), options)
 
-    def _add_input(self, index: int, value: Input) -> None:
-        fake = value.fake
+    def _example(self, number: int, fake: Tensor | None) -> Tensor:
+        """A fake tensor for a value; `fake` if it is an input and has no `Size`."""
+        value = self._trace.values[number]
+        if value.geometry is None:
+            raise NotShared("a tensor between two compiled parts whose size follows no size")
+        if fake is not None and not _has_size(value.geometry):
+            return fake
         shape, stride, offset = value.geometry
-        if _has_size(value.geometry):
-            if self.symbols is None or offset != 0:
-                raise NotShared("a part of a tensor whose size differs between classes")
-            options: dict[str, Any] = {"dtype": fake.dtype, "device": fake.device}
-            with self._mode:
-                fake = torch.empty_strided(self._values(shape), self._values(stride), **options)
-        self.nodes[value.number] = self._placeholder(f"input_{value.number}", fake)
-        self.takes.append(index)
+        if offset != 0 and _has_size(value.geometry):
+            raise NotShared("a part of a tensor whose size differs between classes")
+        if not value.is_plain:
+            raise Untraceable("a lazy conjugate between two compiled parts")
+        options: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+        with self._trace.mode:
+            return torch.empty_strided(self._numbers(shape), self._numbers(stride), **options)
 
     def _placeholder(self, name: str, example: Any) -> fx.Node:
-        node = self.graph.placeholder(name)
+        node = self._graph.placeholder(name)
         node.meta["val"] = node.meta["example_value"] = example
-        self.examples.append(example)
+        self._examples.append(example)
         return node
 
-    def _values(self, numbers: Sequence[Any]) -> list[Any]:
-        assert self.symbols is not None
-        symbols = self.symbols.by_name
+    def _numbers(self, numbers: Sequence[Any]) -> list[Any]:
+        symbols = {} if self._symbols is None else self._symbols.by_name
         return [x.of(symbols) if isinstance(x, Size) else x for x in numbers]
 
     def add(self, operation: Operation) -> None:
         """Add an operator."""
         args = self._argument(operation.args)
         kwargs = self._argument(operation.kwargs)
-        node = self.graph.call_function(operation.func, args, kwargs)
+        node = self._graph.call_function(operation.func, args, kwargs)
         for path, number in operation.results:
             result = node
             for index in path:
-                result = self.graph.call_function(operator.getitem, (result, index))
-            self.nodes[number] = result
+                result = self._graph.call_function(operator.getitem, (result, index))
+            self._nodes[number] = result
+
+    def compile(
+        self, gives: Iterable[int], compiler: Compiler, *, combine: bool
+    ) -> Callable[..., Sequence[Tensor]]:
+        """Compile the graph, which returns the values with these numbers."""
+        self._graph.output([self._nodes[number] for number in gives])
+        module = fx.GraphModule(torch.nn.Module(), self._graph)
+        return compile_graph(module, self._examples, self._trace.mode, compiler, combine=combine)
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, Ref):
-            return self.nodes[value.number]
+            return self._nodes[value.number]
         if isinstance(value, Size):
-            return value.node(self.graph, self._sizes)
+            return value.node(self._graph, self._sizes)
         if isinstance(value, torch.Size):
             return list(value)
         if isinstance(value, tuple | list):
@@ -134,6 +396,10 @@ class _Builder:
         if isinstance(value, dict):
             return {name: self._argument(x) for name, x in value.items()}
         return value
+
+
+def _is_number(tensor: Tensor) -> bool:
+    return tensor.dim() == 0 and tensor.is_cpu
 
 
 def _has_size(value: Any) -> bool:

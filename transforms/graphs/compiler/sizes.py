@@ -8,14 +8,14 @@ expression gets wrong costs a compilation of its own, and never a wrong result.
 
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, fx
 
-from weft.transforms.graphs.compiler.trace import Trace
+from weft.transforms.graphs.compiler.trace import Trace, Value
 
 # The sizes of a class, by the names that `weft.axes` gives them.
 Sizes = Mapping[str, int]
@@ -70,7 +70,8 @@ def independent(sizes: Sequence[Sizes]) -> list[str]:
 
 
 def generalize(traces: Sequence[Trace], sizes: Sequence[Sizes]) -> Trace:
-    """The first trace, with a `Size` in place of each number that differs between the traces.
+    """The first trace, with a `Size` in place of each number that differs between the traces. The
+    geometry of a value is None if no expression fits it, and nothing but its operator needs it.
 
     Raises:
         NotShared: the traces differ in more than numbers, or no expression fits.
@@ -82,10 +83,16 @@ def generalize(traces: Sequence[Trace], sizes: Sequence[Sizes]) -> Trace:
     def generalized(*values: Any) -> Any:
         return _generalized(values, names, sizes)
 
-    inputs = [
-        attrs.evolve(mine, geometry=generalized(mine.geometry, *(x.geometry for x in rest)))
-        for mine, *rest in zip(*(t.inputs for t in traces), strict=True)
-    ]
+    inputs = {x.number for x in first.inputs}
+    values = []
+    for number, mine in enumerate(first.values):
+        try:
+            geometry = generalized(mine.geometry, *(t.values[number].geometry for t in rest))
+        except NotShared:
+            if number in inputs:
+                raise
+            geometry = None
+        values.append(attrs.evolve(mine, geometry=geometry))
     operations = [
         attrs.evolve(
             mine,
@@ -94,14 +101,21 @@ def generalize(traces: Sequence[Trace], sizes: Sequence[Sizes]) -> Trace:
         )
         for mine, *rest in zip(*(t.operations for t in traces), strict=True)
     ]
-    return attrs.evolve(first, inputs=tuple(inputs), operations=tuple(operations))
+    return attrs.evolve(first, operations=tuple(operations), values=tuple(values))
 
 
-def check_instance(trace: Trace, general: Trace, sizes: Sizes) -> None:
-    """Raise NotShared if a class's trace is not the general one with this class's sizes."""
+def check_instance(trace: Trace, general: Trace, sizes: Sizes, numbers: Iterable[int]) -> None:
+    """Raise NotShared if a class's trace is not the general one with this class's sizes.
+
+    Args:
+        trace: the trace of the class.
+        general: the general one.
+        sizes: the sizes of the class.
+        numbers: the values, besides the inputs, whose geometry counts.
+    """
     _compare_forms(general, [trace])
-    for one, other in zip(general.inputs, trace.inputs, strict=True):
-        _check_value(one.geometry, other.geometry, sizes)
+    for number in {x.number for x in general.inputs}.union(numbers):
+        _check_value(general.values[number].geometry, trace.values[number].geometry, sizes)
     for mine, yours in zip(general.operations, trace.operations, strict=True):
         _check_value((mine.args, mine.kwargs), (yours.args, yours.kwargs), sizes)
 
@@ -115,10 +129,17 @@ def _compare_forms(first: Trace, rest: Sequence[Trace]) -> None:
             if mine.func is not yours.func or mine.results != yours.results:
                 raise NotShared(f"{yours.func} where another class has {mine.func}")
         for one, two in zip(first.inputs, other.inputs, strict=True):
-            if (one.number, one.kind, one.shares) != (two.number, two.kind, two.shares):
+            if one.number != two.number:
                 raise NotShared("another input")
+            if _kind(first.values[one.number]) != _kind(other.values[two.number]):
+                raise NotShared("an input of another kind")
             if one.is_literal and not _same_literal(one.tensor, two.tensor):
                 raise NotShared("other numbers in the function")
+
+
+def _kind(value: Value) -> tuple[Any, ...]:
+    """What a compiled function depends on besides a value's geometry."""
+    return value.base, value.dtype, value.device, value.is_plain
 
 
 def _same_literal(one: Tensor, other: Tensor) -> bool:

@@ -52,6 +52,40 @@ class Ref:
     number: int
 
 
+# The shape, the strides and the offset of a tensor. A trace for several classes may have `Size` in
+# place of numbers, or None.
+Geometry = tuple[Any, Any, Any] | None
+
+
+@attrs.frozen(eq=False)
+class Value:
+    """A view of memory.
+
+    Args:
+        base: the number of the first value in this memory.
+        geometry: where in the memory it lies.
+        dtype: its dtype.
+        device: its device.
+        is_plain: whether it is neither a lazy conjugate nor a lazy negative.
+    """
+
+    base: int
+    geometry: Geometry
+    dtype: torch.dtype
+    device: torch.device
+    is_plain: bool
+
+    @classmethod
+    def of(cls, fake: Tensor, base: int) -> "Value":
+        """The value of a fake tensor."""
+        is_plain = not (fake.is_conj() or fake.is_neg())
+        return cls(base, _geometry(fake), fake.dtype, fake.device, is_plain)
+
+
+def _geometry(fake: Tensor) -> Geometry:
+    return tuple(fake.shape), fake.stride(), int(fake.storage_offset())
+
+
 @attrs.frozen(eq=False)
 class Operation:
     """One operator of a trace.
@@ -62,12 +96,36 @@ class Operation:
         kwargs: its keyword arguments, likewise.
         results: (path in the result, number of the value) of the tensors that it returns and that
             are no values yet.
+        writes: the numbers of the values that it writes to.
+        is_plain: whether its arguments are such that a graph may have.
     """
 
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     results: tuple[tuple[tuple[int, ...], int], ...]
+    writes: tuple[int, ...] = ()
+    is_plain: bool = True
+
+    @property
+    def reads(self) -> list[int]:
+        """The numbers of the values among its arguments."""
+        return [*_numbers_in((self.args, self.kwargs))]
+
+    @property
+    def makes(self) -> list[int]:
+        """The numbers of the values that are its results."""
+        return [number for _, number in self.results]
+
+
+def _numbers_in(value: Any) -> Iterator[int]:
+    if isinstance(value, Ref):
+        yield value.number
+    elif isinstance(value, tuple | list):
+        for x in value:
+            yield from _numbers_in(x)
+    elif isinstance(value, dict):
+        yield from _numbers_in([*value.values()])
 
 
 @attrs.frozen(eq=False)
@@ -79,25 +137,12 @@ class Input:
         tensor: the real tensor.
         fake: the fake tensor that the run had in its place.
         is_literal: whether its values are numbers in the function's source.
-        shares: the number of the first input in the same memory.
-        geometry: its shape, strides and offset.
     """
 
     number: int
     tensor: Tensor
     fake: Tensor
     is_literal: bool
-    shares: int
-    geometry: tuple[Any, Any, Any] = attrs.field()
-
-    @geometry.default
-    def _geometry(self) -> tuple[Any, Any, Any]:
-        return tuple(self.fake.shape), self.fake.stride(), int(self.fake.storage_offset())
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """What else a compiled function depends on."""
-        return self.fake.dtype, self.fake.device, self.fake.is_conj(), self.fake.is_neg()
 
 
 @attrs.frozen(eq=False)
@@ -107,11 +152,13 @@ class Trace:
     Args:
         inputs: the values that it starts from.
         operations: the operators.
+        values: all values, by their numbers.
         mode: the mode of the fake tensors.
     """
 
     inputs: tuple[Input, ...]
     operations: tuple[Operation, ...]
+    values: tuple[Value, ...]
     mode: FakeTensorMode
 
     def without_tensors(self) -> "Trace":
@@ -136,11 +183,11 @@ class Tracer(OperatorWatch):
         self.stale = set[int]()
         """The storages of real tensors, as `storage_id` gives them, over whose values the run has
         written something that depends on arguments."""
-        self._count = 0
+        self._values: list[Value] = []
         self._numbers: dict[tuple[Any, ...], int] = {}
-        # A number, and its dtype, for each storage. The storages are kept, and not the
-        # tensors: no new storage gets the address of an old one, and no tensor counts as kept.
-        self._storages: dict[int, tuple[int, torch.dtype, torch.UntypedStorage]] = {}
+        # The first number of each storage. The storages are kept, and not the tensors: no new
+        # storage gets the address of an old one, and no tensor counts as kept.
+        self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
         # The fake tensors of constants, by tensor object, and one for each storage.
         self._fakes = WeakIdKeyDictionary()
         self._twins: dict[int, Tensor] = {}
@@ -202,7 +249,7 @@ class Tracer(OperatorWatch):
         self._fakes.clear()
         self._twins.clear()
         self._kept.clear()
-        self._count = 0
+        self._values.clear()
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _reads_data(func) and not self._any_fake(args, kwargs):
@@ -257,21 +304,23 @@ class Tracer(OperatorWatch):
         results = [
             (path, self._new(x)) for path, x in _paths(result) if _key(x) not in self._numbers
         ]
-        writes = any(True for _ in written(func, fake_args, fake_kwargs))
+        writes: tuple[int, ...] = ()
         if torch.Tag.inplace_view in func.tags:
-            func, writes = _out_of_place(func), False
+            func = _out_of_place(func)
+        else:
+            writes = tuple(self.number(x) for x in written(func, fake_args, fake_kwargs))
         is_needed = (
             results
             or writes
-            or func.namespace != "aten"
+            or func.namespace not in ("aten", "prim")
             or not func._schema.returns
             or func._schema.name in TRANSFERS
         )
         if is_collective(func):
             raise Untraceable(f"{func}, a collective operation")
         if is_needed:
-            _check_plain(func, (args, kwargs))
-            self.operations.append(Operation(func, args, kwargs, tuple(results)))
+            is_plain = _is_plain((args, kwargs))
+            self.operations.append(Operation(func, args, kwargs, tuple(results), writes, is_plain))
 
     def _is_constant(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -309,32 +358,44 @@ class Tracer(OperatorWatch):
                     real = _at(real, fake)
             with without_modes():  # a new tensor object: one that the run has counts as kept
                 like = fake.detach()
-            first_of_storage = self._storages[storage][0]
-            is_literal = storage in self._literals
-            self.inputs.append(Input(number, real, like, is_literal, first_of_storage))
+            self.inputs.append(Input(number, real, like, storage in self._literals))
             return number
         if storage not in self._storages:
             raise Untraceable(f"a tensor {list(fake.shape)} that no operator made")
-        base, dtype, _ = self._storages[storage]
-        if fake.dtype != dtype or fake.is_conj() or fake.is_neg():
-            raise Untraceable("a view of another dtype that no operator made")
         number = self._new(fake)
-        view = (list(fake.shape), list(fake.stride()), int(fake.storage_offset()))
-        self.operations.append(Operation(_as_strided, (Ref(base), *view), {}, (((), number),)))
+        if not is_derivable(self._values, number):
+            raise Untraceable("a view of another dtype that no operator made")
+        self.operations.append(derivation(self._values, number))
         return number
 
     def _new(self, fake: Tensor) -> int:
-        number = self._count
-        self._count += 1
+        number = len(self._values)
         self._numbers[_key(fake)] = number
         storage = storage_id(fake)
-        if storage not in self._storages:
-            self._storages[storage] = (number, fake.dtype, fake.untyped_storage())
+        base, _ = self._storages.setdefault(storage, (number, fake.untyped_storage()))
+        self._values.append(Value.of(fake, base))
         return number
 
     def trace(self) -> Trace:
         """What was recorded."""
-        return Trace(tuple(self.inputs), tuple(self.operations), self.mode)
+        return Trace(tuple(self.inputs), tuple(self.operations), tuple(self._values), self.mode)
+
+
+def is_derivable(values: Sequence[Value], number: int) -> bool:
+    """Whether `derivation` can make a value: it has the dtype of the first one in its memory."""
+    value = values[number]
+    base = values[value.base]
+    is_view = number != value.base and value.geometry is not None
+    return is_view and value.dtype == base.dtype and value.is_plain and base.is_plain
+
+
+def derivation(values: Sequence[Value], number: int) -> Operation:
+    """The operator that makes a value from the first one in its memory."""
+    value = values[number]
+    assert value.geometry is not None
+    shape, stride, offset = value.geometry
+    args = (Ref(value.base), list(shape), list(stride), offset)
+    return Operation(_as_strided, args, {}, (((), number),))
 
 
 @functools.cache
@@ -396,15 +457,13 @@ _PLAIN = (
 )
 
 
-def _check_plain(func: Any, value: Any) -> None:
-    """Raise Untraceable if an argument cannot be part of a graph, such as a generator."""
+def _is_plain(value: Any) -> bool:
+    """Whether an argument may be part of a graph, as a generator may not."""
     if isinstance(value, tuple | list):
-        for x in value:
-            _check_plain(func, x)
-    elif isinstance(value, dict):
-        _check_plain(func, [*value.values()])
-    elif not isinstance(value, (Ref, *_PLAIN)):
-        raise Untraceable(f"{func} of a {type(value).__name__}")
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return isinstance(value, (Ref, *_PLAIN))
 
 
 class _Faking(OperatorWatch):
