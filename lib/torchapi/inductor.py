@@ -131,6 +131,4 @@ _PATCHES = {
     "triton.cudagraphs": False,
     "fallback_random": True,
     "triton.autotune_at_compile_time": False,
-    # Inductor gives unaligned matrices aligned strides; this would copy them besides.
-    "shape_padding": False,
 }

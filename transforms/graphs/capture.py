@@ -561,7 +561,16 @@ def _trace_once(
     audit = audit_of(graphable, prepared, backend.device)
     with prepared.restored(audit), _with_padding_note(graphable.name, descriptor):
         traced = _checked(
-            lambda: trace(prepared.run, audit, tracer, rehearse=rehearse), prepared, audit, call
+            lambda: trace(
+                prepared.run,
+                audit,
+                tracer,
+                unable_to_loop=backend.unable_to_loop,
+                rehearse=rehearse,
+            ),
+            prepared,
+            audit,
+            call,
         )
     return traced, prepared, audit
 

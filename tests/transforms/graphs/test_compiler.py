@@ -13,12 +13,14 @@ from graphified import LAW, counts
 from hypothesis import given, strategies as st
 from test_reasonable_functions import REASONABLE, REPLAYS
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 import weft
 from weft.errors import CaptureError, CompilerError, VerificationError
 from weft.ops.requests import move_on
 from weft.proofs import assert_equal
 from weft.torchapi.faking import fake_tensors
+from weft.transforms.graphs.compiler import parts
 from weft.transforms.graphs.compiler.compilations import Compilations
 from weft.transforms.graphs.compiler.sizes import (
     DIVISORS,
@@ -28,11 +30,14 @@ from weft.transforms.graphs.compiler.sizes import (
     generalize,
 )
 from weft.transforms.graphs.compiler.trace import Operation, Ref, Trace
+from weft.transforms.graphs.graphified import num_pieces
 from weft.transforms.graphs.graphify import graphify
 
 X = torch.arange(12.0).reshape(3, 4)
+Y = torch.ones(3, 4)
 NET = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 4))
 NET.requires_grad_(False)
+DEEP = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))).requires_grad_(False)
 FUNCTIONS = REPLAYS | REASONABLE
 
 
@@ -90,6 +95,84 @@ def test_a_training_step_is_one_graph(compiler: str) -> None:
     assert counts(step) == (1, 2, 0)
 
 
+def adamw_by_lists(params: Any, means: Any, squares: Any, steps: Any, x: Tensor) -> Any:
+    """A step of AdamW by torch's operators on lists of tensors."""
+    slopes, norm = clipped_slopes(params, x)
+    torch._foreach_add_([*steps.values()], 1)
+    p, m, s = ([*tree.values()] for tree in (params, means, squares))
+    torch._foreach_lerp_(m, slopes, 0.1)
+    torch._foreach_mul_(s, 0.99)
+    torch._foreach_addcmul_(s, slopes, slopes, 0.01)
+    torch._foreach_mul_(p, 0.999)
+    torch._foreach_addcdiv_(p, m, torch._foreach_add(torch._foreach_sqrt(s), 1e-8), -0.01)
+    return params, means, squares, steps, norm
+
+
+def adamw_fused(params: Any, means: Any, squares: Any, steps: Any, x: Tensor) -> Any:
+    """A step of AdamW by torch's operator for all of it."""
+    slopes, norm = clipped_slopes(params, x)
+    p, m, s, number_of_steps = ([*tree.values()] for tree in (params, means, squares, steps))
+    betas = {"beta1": 0.9, "beta2": 0.99}
+    options = {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False}
+    adamw(p, slopes, m, s, [], number_of_steps, fused=True, **betas, **options)
+    return params, means, squares, steps, norm
+
+
+def clipped_slopes(params: Any, x: Tensor) -> tuple[list[Tensor], Tensor]:
+    def loss(p: Any) -> Tensor:
+        y: Tensor = torch.func.functional_call(DEEP, p, (x,))
+        return y.square().mean()
+
+    slopes = [*torch.func.grad(loss)(params).values()]
+    norm = nn.utils.get_total_norm(slopes)
+    torch._foreach_mul_(slopes, (1 / norm).clamp(max=1.0))
+    return slopes, norm
+
+
+@pytest.mark.parametrize("step", [adamw_by_lists, adamw_fused])
+@pytest.mark.parametrize(
+    "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("is_small", [False, True])
+def test_optimizers_of_torch(
+    step: Callable[..., Any], compiler: str, is_small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As on a GPU, where several groups on small tensors are one kernel.
+    monkeypatch.setattr(parts, "_is_small", lambda values: is_small)
+    check_training(step, compiler)
+
+
+def check_training(step: Callable[..., Any], compiler: Any) -> None:
+    """Check that two steps of training by a compiled graph are those of the function."""
+    params = {name: p.clone() for name, p in DEEP.named_parameters()}
+    moments = ({name: torch.zeros_like(p) for name, p in params.items()} for _ in range(2))
+    steps = {name: torch.zeros(()) for name in params}
+    state = (params, *moments, steps)
+    expected = weft.clone(state)
+    graph = compiled(
+        step, compiler=compiler, donate_argnames=["params", "means", "squares", "steps"]
+    )
+    for x in (X, X + 1):
+        *state, norm = graph(*state, x)
+        *expected, expected_norm = step(*expected, x)
+        assert_equal(LAW, (state, norm), (expected, expected_norm), exact=False)
+    assert counts(graph) == (1, 2, 0)
+
+
+def test_what_a_step_does_to_each_parameter_is_compiled_once() -> None:
+    operators = []
+
+    def backend(graph: torch.fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+        operators.append(len([x for x in graph.graph.nodes if x.op == "call_function"]))
+        return graph.forward
+
+    check_training(adamw_by_lists, backend)
+    # The gradients, the number of steps, and what becomes of a weight and of a bias.
+    largest, *rest = sorted(operators, reverse=True)
+    assert len(rest) == 3
+    assert largest > 50 > 10 > max(rest)
+
+
 def test_inductor_on_a_cpu() -> None:
     def fn(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return torch.sin(x) * 2 + 1, x.t(), x
@@ -98,6 +181,56 @@ def test_inductor_on_a_cpu() -> None:
     for x in (X, X + 1):
         assert_equal(LAW, g(x), fn(x), exact=False)
     assert counts(g) == (1, 2, 0)
+
+
+def test_operators_stay_whole_between_compiled_parts() -> None:
+    generator = torch.Generator()
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        noise = torch.randn(3, 4, generator=generator)
+        y = torch.sort(x + noise).values
+        z = y * 2
+        rows = z[1:]
+        torch.sort(rows.t().contiguous())
+        rows.mul_(2)
+        return y, z, rows
+
+    g = compiled(fn, split_at="aten::sort")
+    generator.manual_seed(0)
+    replayed = [g(X), g(X + 1)]
+    generator.manual_seed(0)
+    assert_equal(LAW, replayed, [fn(X), fn(X + 1)])
+    assert num_pieces(g) == (3,)
+
+
+def nested(x: Tensor, y: Tensor) -> Any:
+    """A loop of loops; the parts of its carry begin equal, and go different ways."""
+
+    def inner(carry: Any) -> Any:
+        z, step = carry
+        return torch.sort(z * 1.1 + y.mean()).values, step + 1
+
+    def outer(carry: Any) -> Any:
+        (a, b), step = carry
+        z, _ = weft.while_loop(lambda c: c[1] < 3, inner, (a, torch.zeros_like(step)))
+        return (z, b + a.mean()), step + 1
+
+    (a, b), steps = weft.while_loop(
+        lambda c: (c[0][0].sum() < 200) & (c[1] < 9),
+        outer,
+        ((x, x), torch.zeros((), dtype=torch.int64)),
+    )
+    return a * 2, b, steps
+
+
+@pytest.mark.parametrize(
+    "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
+def test_loops_whose_length_depends_on_data(compiler: str) -> None:
+    g = compiled(nested, compiler=compiler)
+    for x in (X, X - 3, X * 30):
+        assert_equal(LAW, g(x, Y), nested(x, Y), exact=False)
+    assert counts(g) == (1, 3, 0)
 
 
 def test_random_numbers_are_the_functions_own() -> None:
@@ -306,24 +439,27 @@ def test_a_graph_does_not_keep_the_params() -> None:
     assert alive() is None
 
 
-def loop(x: Tensor) -> Any:
-    return weft.while_loop(lambda y: y.sum() < 100, lambda y: y * 2, x)
+def through_sparse(x: Tensor) -> Any:
+    return torch.sparse.mm(SPARSE, x)
+
+
+SPARSE = torch.eye(3).to_sparse()
 
 
 def test_what_cannot_be_compiled_says_so_once_and_runs() -> None:
-    g = graphify(loop, compiler="aot_eager")
+    g = graphify(through_sparse, compiler="aot_eager")
     with pytest.warns(
-        RuntimeWarning, match="loop: runs without compiler='aot_eager', which failed"
+        RuntimeWarning, match="through_sparse: runs without compiler='aot_eager', which failed"
     ):
-        assert_equal(LAW, g(X), loop(X))
+        assert_equal(LAW, g(X), through_sparse(X))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert_equal(LAW, g(X[:2]), loop(X[:2]))
+        assert_equal(LAW, g(X[:, :2]), through_sparse(X[:, :2]))
 
 
 def test_strict_makes_it_an_error() -> None:
-    with pytest.raises(CompilerError, match="while_loop, whose number of steps depends on data"):
-        compiled(loop)(X)
+    with pytest.raises(CompilerError, match="a tensor of class Tensor, torch"):
+        compiled(through_sparse)(X)
     with weft.batch_invariant(), pytest.raises(CompilerError, match="sums in an order of its own"):
         compiled(lambda x: x.sum())(X)
 
@@ -350,9 +486,9 @@ def test_a_compiler_of_ones_own() -> None:
 
 def test_an_unknown_compiler() -> None:
     with pytest.raises(CompilerError) as error:
-        graphify(loop, compiler="inductr")
+        graphify(nested, compiler="inductr")
     assert str(error.value) == (
-        "graphify(loop, ...)\n  saw: compiler='inductr', which is no compiler of torch\n"
+        "graphify(nested, ...)\n  saw: compiler='inductr', which is no compiler of torch\n"
         "  instead: compiler='inductor'; without it, nothing is compiled"
     )
 

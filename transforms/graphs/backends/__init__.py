@@ -60,6 +60,10 @@ class Backend(Protocol):
         """A function to call before a replay's buffers are filled: it makes the current stream wait
         for the last replay, if that ran on another stream. None if the device has no streams."""
 
+    @property
+    def unable_to_loop(self) -> str | None:
+        """The reason why its recordings cannot repeat a part of themselves; None if they can."""
+
     def allocating(self) -> AbstractContextManager[None]:
         """Context in which to allocate memory that replays use or that outlives the call: input
         buffers, padding sources, tables of copies. On a GPU it is on the back end's own stream, so

@@ -133,6 +133,10 @@ class CudaBackend:
         self._stream_id = current_stream_id(self.stream.device_index)
         self._last_stream = self.stream.cuda_stream
 
+    @property
+    def unable_to_loop(self) -> str | None:
+        return self._while_nodes.look()
+
     def wait_for_last_replay(self) -> None:
         """Make the current stream wait for the stream of the last replay, because replays share
         buffers and a pool."""
@@ -231,10 +235,14 @@ class CudaBackend:
             donated: the tensors that the first run may change; they are restored.
             split_at: the operators that run between the pieces of the recording.
         """
-        with self.allocating(), kept_pool(self.device, self.pool) as allocating:
+        with (
+            self.allocating(),
+            own_workspaces(),
+            kept_pool(self.device, self.pool) as allocating,
+        ):
             with _restored(donated, audit.random.generators):
                 # In the graphs' pool, so that the recording reuses the memory.
-                with allocating():
+                with allocating(), looping(self._while_nodes.rehearsal(audit)):
                     run()
                 self.stream.synchronize()
             return self._record(run, audit, split_at, watched=False)

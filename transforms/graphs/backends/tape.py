@@ -266,6 +266,7 @@ class TapeBackend:
     name: str = "tape"
     device: torch.device = _CPU
     wait_for_last_replay: None = None
+    unable_to_loop: None = None
     input_buffers: InputBufferPool = attrs.field(factory=InputBufferPool)
     _warm: list[bool] = attrs.field(factory=list)
     _external: External = attrs.field(factory=External)

@@ -42,6 +42,12 @@ class WhileNodes:
             self._streams.append(torch.cuda.Stream(self.device))
         return self._streams[depth]
 
+    def look(self) -> str | None:
+        """Look whether the device can have WHILE nodes: the reason why not, or None."""
+        if self.unable is None and (reason := why_unavailable(self.device)) is not None:
+            self.give_up(reason)
+        return self.unable
+
     def give_up(self, reason: str) -> None:
         """Make all later graphs have `max_steps` steps, and log why."""
         self.unable = reason
@@ -63,9 +69,7 @@ class Rehearsed:
 
     @property
     def unable(self) -> str | None:
-        if self.nodes.unable is None and (reason := why_unavailable(self.nodes.device)) is not None:
-            self.nodes.give_up(reason)
-        return self.nodes.unable
+        return self.nodes.look()
 
     def loop(self, _: Tensor, carry: Sequence[Tensor], step: Callable[[], None]) -> None:
         stream = self.nodes.stream(self._depth)

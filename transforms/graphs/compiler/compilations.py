@@ -14,6 +14,7 @@ from weft.torchapi.inductor import Compiler
 from weft.torchapi.private import storage_id, unowned
 from weft.transforms.graphs.backends.audit import Audit
 from weft.transforms.graphs.backends.cuda import CudaBackend
+from weft.transforms.graphs.backends.operators import is_collective
 from weft.transforms.graphs.calls.aliasing import overlaps_itself
 from weft.transforms.graphs.calls.buffers import in_a_row
 from weft.transforms.graphs.calls.results import Cloner, Outputs
@@ -198,10 +199,15 @@ class Compilations:
 
 def _is_whole(operation: Operation, split_at: Set[str]) -> bool:
     """Whether an operator is called as it is, between compiled parts."""
-    name = operation.func._schema.name
+    func = operation.func
     # No compiler of torch takes the operators of fused optimizers.
-    is_optimizer = name.startswith("aten::_fused_") and bool(operation.writes)
-    return not operation.is_plain or is_optimizer or name in split_at
+    is_optimizer = func._schema.name.startswith("aten::_fused_") and bool(operation.writes)
+    return (
+        not operation.is_plain
+        or is_optimizer
+        or is_collective(func)
+        or func._schema.name in split_at
+    )
 
 
 def record_compiled(

@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 import torch
 
-from weft.transforms.graphs.compiler.trace import Operation, Ref, Trace, Value
+from weft.transforms.graphs.compiler.trace import Loop, Operation, Ref, Trace, Value
 
 # The number of times that a group of operators occurs before it is compiled apart from the rest.
 _LEAST_REPEATED = 4
@@ -45,14 +45,36 @@ class Part:
     is_combined: bool = False
 
 
-def split(trace: Trace, is_whole: Callable[[Operation], bool]) -> list[Part | Operation]:
+@attrs.frozen(eq=False)
+class Repeat:
+    """Parts that are repeated while a flag holds.
+
+    Args:
+        loop: the loop.
+        parts: those of its body.
+    """
+
+    loop: Loop
+    parts: "tuple[Part | Operation | Repeat, ...]"
+
+
+Parts = Sequence[Part | Operation | Repeat]
+
+
+def split(trace: Trace, is_whole: Callable[[Operation], bool]) -> Parts:
     """The parts of a trace in the order in which they run.
 
     Args:
         trace: the trace.
         is_whole: whether an operator is called as it is, between compiled parts.
     """
-    parts: list[Part | Operation] = []
+    return _split(trace.operations, trace, is_whole)
+
+
+def _split(
+    operations: Sequence[Operation | Loop], trace: Trace, is_whole: Callable[[Operation], bool]
+) -> Parts:
+    parts: list[Part | Operation | Repeat] = []
     together: list[Operation] = []
 
     def end() -> None:
@@ -61,8 +83,11 @@ def split(trace: Trace, is_whole: Callable[[Operation], bool]) -> list[Part | Op
             parts.extend([Part(tuple(rest)), *repeated] if rest else repeated)
             together.clear()
 
-    for operation in trace.operations:
-        if is_whole(operation):
+    for operation in operations:
+        if isinstance(operation, Loop):
+            end()
+            parts.append(Repeat(operation, tuple(_split(operation.body, trace, is_whole))))
+        elif is_whole(operation):
             end()
             parts.append(operation)
         else:

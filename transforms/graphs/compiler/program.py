@@ -1,7 +1,7 @@
 """A trace as a program: compiled graphs, and operators that are called as they are."""
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -10,7 +10,8 @@ from torch import Tensor, fx
 
 from weft.torchapi.inductor import Compiler, Symbols, compile_graph
 from weft.torchapi.private import BelowAutograd, WithoutAutocast, WithoutFunctionModes
-from weft.transforms.graphs.compiler.parts import Part
+from weft.transforms.graphs.backends.loops import current_looper
+from weft.transforms.graphs.compiler.parts import Part, Parts, Repeat
 from weft.transforms.graphs.compiler.sizes import NotShared, Size, Sizes
 from weft.transforms.graphs.compiler.trace import (
     Operation,
@@ -88,6 +89,46 @@ class OperatorCall:
             del values[number]
 
 
+@attrs.frozen(eq=False)
+class LoopCall:
+    """Calls that are repeated while a flag holds.
+
+    Args:
+        flag: the number of the flag.
+        carry: the numbers of the values that they change.
+        calls: the calls.
+        takes: the numbers of the values that they take.
+        drops: the numbers of the values that nothing needs after it.
+    """
+
+    flag: int
+    carry: tuple[int, ...]
+    calls: "tuple[AnyCall, ...]"
+    takes: tuple[int, ...]
+    drops: tuple[int, ...] = ()
+    gives: tuple[int, ...] = ()
+
+    def __call__(self, values: Values, sizes: Sizes) -> None:
+        """Repeat them; in a capture, record how to."""
+        flag = values[self.flag]
+        looper = current_looper()
+        if looper is not None:
+            carry = [values[number] for number in self.carry]
+            looper.loop(flag, carry, lambda: self._step(values, sizes))
+        else:
+            while bool(flag):
+                self._step(values, sizes)
+        for number in self.drops:
+            del values[number]
+
+    def _step(self, values: Values, sizes: Sizes) -> None:
+        for call in self.calls:
+            call(values, sizes)
+
+
+AnyCall = Call | OperatorCall | LoopCall
+
+
 def _resolved(value: Any, values: Values, sizes: Sizes) -> Any:
     """An argument with tensors and numbers in place of `Ref` and `Size`."""
     if isinstance(value, Ref):
@@ -112,7 +153,7 @@ class Program:
         symbols: the sizes that are symbols in it; None if it is for one class.
     """
 
-    calls: tuple[Call | OperatorCall, ...]
+    calls: tuple[AnyCall, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     symbols: Symbols | None
@@ -120,12 +161,12 @@ class Program:
     @property
     def operators(self) -> list[str]:
         """The names of the operators that it calls as they are."""
-        return [call.name for call in self.calls if isinstance(call, OperatorCall)]
+        return [call.name for call in _flat(self.calls) if isinstance(call, OperatorCall)]
 
     @property
     def crossing(self) -> set[int]:
         """The numbers of the values that one call returns and another one takes."""
-        return {number for call in self.calls for number in call.takes}
+        return {number for call in _flat(self.calls) for number in call.takes}
 
     def bind(self, inputs: Sequence[Tensor], sizes: Sizes) -> Callable[[], list[Tensor]]:
         """A function that runs it.
@@ -152,9 +193,17 @@ class Program:
         return self.symbols is not None and self.symbols.hold(sizes)
 
 
+def _flat(calls: Iterable[AnyCall]) -> Iterator[AnyCall]:
+    """The calls, those of loops included."""
+    for call in calls:
+        yield call
+        if isinstance(call, LoopCall):
+            yield from _flat(call.calls)
+
+
 def compile_trace(
     trace: Trace,
-    parts: Sequence[Part | Operation],
+    parts: Parts,
     outputs: Sequence[int],
     compiler: Compiler,
     sizes: Sizes | None = None,
@@ -168,38 +217,41 @@ def compile_trace(
         compiler: the compiler.
         sizes: the sizes of a class, for whose numbers the compiler chooses if it has to.
     """
-    values = _Flow(trace)
-    parts = [*parts, *values.derived_last(parts, outputs)]
+    flow = _Flow(trace)
     symbols = None if sizes is None else Symbols(trace.mode, sizes)
-    calls: list[Call | OperatorCall] = []
-    for part, gives in zip(parts, values.given(parts, outputs), strict=True):
-        if isinstance(part, Operation):
-            operations, takes = values.complete([part])
-            calls.append(OperatorCall(tuple(operations), tuple(takes), tuple(gives)))
-        else:
-            operations, takes = values.complete(part.operations)
-            graph = _Graph(trace, symbols, takes)
-            for operation in operations:
-                graph.add(operation)
-            run = graph.compile(gives, compiler, combine=part.is_combined)
-            calls += [
-                Call(run, _renumbered(graph.takes, numbers), _renumbered(gives, numbers))
-                for numbers in part.calls
-            ]
+
+    def compiled(parts: Parts, outputs: Iterable[int]) -> Iterator[AnyCall]:
+        for part, gives in zip(parts, flow.given(parts, outputs), strict=True):
+            if isinstance(part, Repeat):
+                takes = tuple(flow.takes(part))
+                calls = _with_drops([*compiled(part.parts, ())], takes)
+                yield LoopCall(part.loop.flag, part.loop.carry, calls, takes)
+            elif isinstance(part, Operation):
+                operations, numbers = flow.complete([part])
+                yield OperatorCall(tuple(operations), tuple(numbers), tuple(gives))
+            else:
+                operations, numbers = flow.complete(part.operations)
+                graph = _Graph(trace, symbols, numbers)
+                for operation in operations:
+                    graph.add(operation)
+                run = graph.compile(gives, compiler, combine=part.is_combined)
+                for names in part.calls:
+                    yield Call(run, _renamed(graph.takes, names), _renamed(gives, names))
+
+    parts = [*parts, *flow.derived_last(parts, outputs)]
     inputs = tuple(x.number for x in trace.inputs)
-    return Program(_with_drops(calls, {*inputs, *outputs}), inputs, tuple(outputs), symbols)
+    calls = _with_drops([*compiled(parts, outputs)], (*inputs, *outputs))
+    return Program(calls, inputs, tuple(outputs), symbols)
 
 
-def _renumbered(numbers: Iterable[int], names: dict[int, int]) -> tuple[int, ...]:
+def _renamed(numbers: Iterable[int], names: dict[int, int]) -> tuple[int, ...]:
     return tuple(names.get(number, number) for number in numbers)
 
 
-def _with_drops(
-    calls: Sequence[Call | OperatorCall], needed: Set[int]
-) -> tuple[Call | OperatorCall, ...]:
+def _with_drops(calls: Sequence[AnyCall], needed: Iterable[int]) -> tuple[AnyCall, ...]:
     """The calls; each drops the values that nothing needs after it."""
     done = set(needed)
-    result: list[Call | OperatorCall] = []
+    result: list[AnyCall] = []
     for call in reversed(calls):
         drops = {*call.takes, *call.gives} - done
         done |= drops
@@ -252,57 +304,60 @@ class _Flow:
         base = self._values[self._values[number].base]
         return base.geometry is not None and base.geometry[2] == 0
 
-    def derived_last(
-        self, parts: Sequence[Part | Operation], outputs: Iterable[int]
-    ) -> list[Operation]:
+    def takes(self, part: Part | Operation | Repeat) -> Iterator[int]:
+        """The numbers of the values that a part takes."""
+        if isinstance(part, Repeat):
+            made = {*part.loop.makes}
+            numbers = [x for inner in part.parts for x in self.takes(inner)]
+            yield from (x for x in (part.loop.flag, *part.loop.carry, *numbers) if x not in made)
+        else:
+            _, numbers = self.complete(_operations(part))
+            for names in _names(part):
+                yield from _renamed(numbers, names)
+
+    def derived_last(self, parts: Parts, outputs: Iterable[int]) -> list[Operation]:
         """The operators that derive outputs at the end: a part after the one that made them writes
         to their memory."""
         written = set[int]()
         late = set[int]()
         for part in reversed(parts):
-            late.update(x for x in _made(part) if self._values[x].base in written)
-            written |= {self._values[x].base for x in _written(part)}
+            operations = _operations(part)
+            for names in _names(part):
+                made = _renamed([x for op in operations for x in op.makes], names)
+                late.update(x for x in made if self._values[x].base in written)
+            for names in _names(part):
+                writes = _renamed([x for op in operations for x in op.writes], names)
+                written |= {self._values[x].base for x in writes}
         return [
             derivation(self._values, number)
             for number in dict.fromkeys(outputs)
             if number in late and self._is_derived(number)
         ]
 
-    def given(self, parts: Sequence[Part | Operation], outputs: Iterable[int]) -> list[list[int]]:
+    def given(self, parts: Parts, outputs: Iterable[int]) -> list[list[int]]:
         """For each part, the numbers of the values that it returns."""
         needed = set(outputs)
         result: list[list[int]] = []
         for part in reversed(parts):
-            calls: Sequence[dict[int, int]] = ({},)
-            operations: Sequence[Operation] = (part,) if isinstance(part, Operation) else ()
-            if isinstance(part, Part):
-                calls, operations = part.calls, part.operations
-            made = [number for x in operations for number in x.makes]
-            result.append(
-                [x for x in made if any(numbers.get(x, x) in needed for numbers in calls)]
-            )
-            needed.difference_update(numbers.get(x, x) for x in made for numbers in calls)
-            _, takes = self.complete(operations)
-            needed.update(numbers.get(x, x) for x in takes for numbers in calls)
+            made = [number for x in _operations(part) for number in x.makes]
+            names = _names(part)
+            result.append([x for x in made if any(of.get(x, x) in needed for of in names)])
+            for of in names:
+                needed.difference_update(_renamed(made, of))
+            needed.update(self.takes(part))
         return result[::-1]
 
 
-def _made(part: Part | Operation) -> Iterator[int]:
-    """The values that a part makes."""
-    if isinstance(part, Operation):
-        yield from part.makes
-    else:
-        for numbers in part.calls:
-            yield from _renumbered([x for op in part.operations for x in op.makes], numbers)
+def _operations(part: Part | Operation | Repeat) -> Sequence[Any]:
+    """The operators of a part, and its loops."""
+    if isinstance(part, Repeat):
+        return (part.loop,)
+    return (part,) if isinstance(part, Operation) else part.operations
 
 
-def _written(part: Part | Operation) -> Iterator[int]:
-    """The values that a part writes to."""
-    if isinstance(part, Operation):
-        yield from part.writes
-    else:
-        for numbers in part.calls:
-            yield from _renumbered([x for op in part.operations for x in op.writes], numbers)
+def _names(part: Part | Operation | Repeat) -> Sequence[dict[int, int]]:
+    """For each call of a part, which value is in place of which of those in its operators."""
+    return part.calls if isinstance(part, Part) else ({},)
 
 
 class _Graph:

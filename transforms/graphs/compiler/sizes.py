@@ -15,7 +15,7 @@ import attrs
 import torch
 from torch import Tensor, fx
 
-from weft.transforms.graphs.compiler.trace import Trace, Value
+from weft.transforms.graphs.compiler.trace import Loop, Operation, Trace, Value
 
 # The sizes of a class, by the names that `weft.axes` gives them.
 Sizes = Mapping[str, int]
@@ -93,14 +93,17 @@ def generalize(traces: Sequence[Trace], sizes: Sequence[Sizes]) -> Trace:
                 raise
             geometry = None
         values.append(attrs.evolve(mine, geometry=geometry))
-    operations = [
-        attrs.evolve(
-            mine,
-            args=generalized(mine.args, *(x.args for x in rest)),
-            kwargs=generalized(mine.kwargs, *(x.kwargs for x in rest)),
-        )
-        for mine, *rest in zip(*(t.operations for t in traces), strict=True)
-    ]
+
+    def general_of(mine: Operation | Loop, *rest: Operation | Loop) -> Operation | Loop:
+        if isinstance(mine, Loop):
+            bodies = zip(*(x.body for x in (mine, *rest) if isinstance(x, Loop)), strict=True)
+            return attrs.evolve(mine, body=tuple(general_of(*x) for x in bodies))
+        others = [x for x in rest if isinstance(x, Operation)]
+        args = generalized(mine.args, *(x.args for x in others))
+        kwargs = generalized(mine.kwargs, *(x.kwargs for x in others))
+        return attrs.evolve(mine, args=args, kwargs=kwargs)
+
+    operations = [general_of(*x) for x in zip(*(t.operations for t in traces), strict=True)]
     return attrs.evolve(first, operations=tuple(operations), values=tuple(values))
 
 
@@ -116,18 +119,17 @@ def check_instance(trace: Trace, general: Trace, sizes: Sizes, numbers: Iterable
     _compare_forms(general, [trace])
     for number in {x.number for x in general.inputs}.union(numbers):
         _check_value(general.values[number].geometry, trace.values[number].geometry, sizes)
-    for mine, yours in zip(general.operations, trace.operations, strict=True):
+    operators = (_operators_in(general.operations), _operators_in(trace.operations))
+    for mine, yours in zip(*operators, strict=True):
         _check_value((mine.args, mine.kwargs), (yours.args, yours.kwargs), sizes)
 
 
 def _compare_forms(first: Trace, rest: Sequence[Trace]) -> None:
     """Raise NotShared if traces differ in operators, inputs or aliasing."""
     for other in rest:
-        if len(first.operations) != len(other.operations) or len(first.inputs) != len(other.inputs):
-            raise NotShared("another number of operators or of inputs")
-        for mine, yours in zip(first.operations, other.operations, strict=True):
-            if mine.func is not yours.func or mine.results != yours.results:
-                raise NotShared(f"{yours.func} where another class has {mine.func}")
+        if len(first.inputs) != len(other.inputs):
+            raise NotShared("another number of inputs")
+        _compare_operations(first.operations, other.operations)
         for one, two in zip(first.inputs, other.inputs, strict=True):
             if one.number != two.number:
                 raise NotShared("another input")
@@ -135,6 +137,31 @@ def _compare_forms(first: Trace, rest: Sequence[Trace]) -> None:
                 raise NotShared("an input of another kind")
             if one.is_literal and not _same_literal(one.tensor, two.tensor):
                 raise NotShared("other numbers in the function")
+
+
+def _compare_operations(
+    first: Sequence[Operation | Loop], other: Sequence[Operation | Loop]
+) -> None:
+    if len(first) != len(other):
+        raise NotShared("another number of operators")
+    for mine, yours in zip(first, other, strict=True):
+        if isinstance(mine, Loop) and isinstance(yours, Loop):
+            if (mine.flag, mine.carry) != (yours.flag, yours.carry):
+                raise NotShared("a loop over other values")
+            _compare_operations(mine.body, yours.body)
+        elif isinstance(mine, Loop) or isinstance(yours, Loop):
+            raise NotShared("a loop, which another class has not")
+        elif mine.func is not yours.func or mine.results != yours.results:
+            raise NotShared(f"{yours.func} where another class has {mine.func}")
+
+
+def _operators_in(operations: Sequence[Operation | Loop]) -> Iterator[Operation]:
+    """The operators, those of loops included."""
+    for operation in operations:
+        if isinstance(operation, Loop):
+            yield from _operators_in(operation.body)
+        else:
+            yield operation
 
 
 def _kind(value: Value) -> tuple[Any, ...]:

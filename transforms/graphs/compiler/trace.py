@@ -29,7 +29,6 @@ from weft.transforms.graphs.backends.loops import looping
 from weft.transforms.graphs.backends.operators import (
     TRANSFERS,
     flat_tensors,
-    is_collective,
     map_tensors,
     tensors_in,
     written,
@@ -118,6 +117,38 @@ class Operation:
         return [number for _, number in self.results]
 
 
+@attrs.frozen(eq=False)
+class Loop:
+    """Operators that are repeated while a flag holds.
+
+    Args:
+        flag: the number of a value of shape [] and dtype bool, which they write.
+        carry: the numbers of the values that they change.
+        body: the operators.
+    """
+
+    flag: int
+    carry: tuple[int, ...]
+    body: "tuple[Operation | Loop, ...]"
+
+    @property
+    def reads(self) -> list[int]:
+        """The numbers of the values that it starts from."""
+        made = {number for x in self.body for number in x.makes}
+        numbers = [self.flag, *self.carry, *(number for x in self.body for number in x.reads)]
+        return [number for number in numbers if number not in made]
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        """The numbers of the values that it writes to."""
+        return tuple(number for x in self.body for number in x.writes)
+
+    @property
+    def makes(self) -> list[int]:
+        """The numbers of the values of its last repetition, which nothing else reads."""
+        return [number for x in self.body for number in x.makes]
+
+
 def _numbers_in(value: Any) -> Iterator[int]:
     if isinstance(value, Ref):
         yield value.number
@@ -157,7 +188,7 @@ class Trace:
     """
 
     inputs: tuple[Input, ...]
-    operations: tuple[Operation, ...]
+    operations: tuple[Operation | Loop, ...]
     values: tuple[Value, ...]
     mode: FakeTensorMode
 
@@ -178,7 +209,7 @@ class Tracer(OperatorWatch):
 
     def __init__(self) -> None:
         self.mode = fake_tensors()
-        self.operations: list[Operation] = []
+        self.operations: list[Operation | Loop] = []
         self.inputs: list[Input] = []
         self.stale = set[int]()
         """The storages of real tensors, as `storage_id` gives them, over whose values the run has
@@ -197,12 +228,6 @@ class Tracer(OperatorWatch):
         self._outside: dict[int, tuple[Tensor, Tensor]] = {}
         self._literals = set[int]()
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
-
-    unable: str | None = None
-
-    def loop(self, _flag: Tensor, _carry: Sequence[Tensor], _step: Callable[[], None]) -> None:
-        """Refuse a loop whose length depends on data."""
-        raise Untraceable("weft.while_loop, whose number of steps depends on data")
 
     def fake(self, tensor: Tensor) -> Tensor:
         """The fake tensor that stands for a tensor."""
@@ -316,8 +341,6 @@ class Tracer(OperatorWatch):
             or not func._schema.returns
             or func._schema.name in TRANSFERS
         )
-        if is_collective(func):
-            raise Untraceable(f"{func}, a collective operation")
         if is_needed:
             is_plain = _is_plain((args, kwargs))
             self.operations.append(Operation(func, args, kwargs, tuple(results), writes, is_plain))
@@ -466,6 +489,30 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (Ref, *_PLAIN))
 
 
+class _Looper:
+    """Records the steps of loops in a trace.
+
+    Args:
+        tracer: records them.
+        audit: the audit of the run.
+        unable: why the device cannot repeat a part of a graph; None if it can.
+    """
+
+    def __init__(self, tracer: Tracer, audit: Audit, unable: str | None) -> None:
+        self.unable = unable
+        self._tracer = tracer
+        self._audit = audit
+
+    def loop(self, flag: Tensor, carry: Sequence[Tensor], step: Callable[[], None]) -> None:
+        tracer = self._tracer
+        flag_number, *numbers = (tracer.number(tracer.fake(x)) for x in (flag, *carry))
+        before = len(tracer.operations)
+        with self._audit.steps.step(carry):
+            step()
+        body = tuple(tracer.operations[before:])
+        tracer.operations[before:] = [Loop(flag_number, tuple(numbers), body)]
+
+
 class _Faking(OperatorWatch):
     """Passes fake tensors on in place of real ones, unless an operator depends on no argument. It
     is the innermost watch, so that the audit sees the tensors of the trace."""
@@ -519,9 +566,21 @@ class Traced:
 
 
 def trace(
-    run: Callable[[], Any], audit: Audit, tracer: Tracer, *, rehearse: bool = False
+    run: Callable[[], Any],
+    audit: Audit,
+    tracer: Tracer,
+    *,
+    unable_to_loop: str | None = None,
+    rehearse: bool = False,
 ) -> Traced:
-    """Run a function on fake tensors under an audit; with `rehearse`, once more before that.
+    """Run a function on fake tensors under an audit.
+
+    Args:
+        run: runs the function.
+        audit: the audit.
+        tracer: records the run.
+        unable_to_loop: why the device cannot repeat a part of a graph; None if it can.
+        rehearse: whether to run the function once more before that.
 
     Raises:
         CaptureError: the audit refused something.
@@ -543,7 +602,7 @@ def trace(
             without_data_pointers(),
             audit.random.private_draws(),
             tracer,
-            looping(tracer),
+            looping(_Looper(tracer, audit, unable_to_loop)),
         ):
             if rehearse:
                 audit.rehearse(faked)
