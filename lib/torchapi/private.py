@@ -706,18 +706,6 @@ def current_stream_id(device_index: int) -> Callable[[], int]:
 
 
 @contextlib.contextmanager
-def own_workspaces() -> Iterator[None]:
-    """A context around a capture, in which matrix products have their workspaces in the memory pool
-    of the graphs. After it, later captures use that memory again. Otherwise torch keeps a workspace
-    (32 MiB on an H100) for each stream on which a product ever ran."""
-    torch._C._cuda_clearCublasWorkspaces()
-    try:
-        yield
-    finally:
-        torch._C._cuda_clearCublasWorkspaces()
-
-
-@contextlib.contextmanager
 def kept_pool(
     device: torch.device, pool: tuple[int, int]
 ) -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:

@@ -22,7 +22,6 @@ from weft.torchapi.private import (
     current_stream_id,
     generator_id,
     kept_pool,
-    own_workspaces,
     replayer,
     stop_allocating_to_pool,
     storage_id,
@@ -235,11 +234,7 @@ class CudaBackend:
             donated: the tensors that the first run may change; they are restored.
             split_at: the operators that run between the pieces of the recording.
         """
-        with (
-            self.allocating(),
-            own_workspaces(),
-            kept_pool(self.device, self.pool) as allocating,
-        ):
+        with self.allocating(), kept_pool(self.device, self.pool) as allocating:
             with _restored(donated, audit.random.generators):
                 # In the graphs' pool, so that the recording reuses the memory.
                 with allocating(), looping(self._while_nodes.rehearsal(audit)):
@@ -279,7 +274,7 @@ class CudaBackend:
         session = _Session(self.device, self.pool, split_at, audit, watched)
         loops = self._while_nodes.recorder(audit)
         try:
-            with looping(loops), own_workspaces():
+            with looping(loops):
                 outputs = session.run(fn)
         except BaseException:
             # The allocator may consider the pool of a failed capture as still in use by a capture.
