@@ -26,8 +26,9 @@ from weft.transforms.graphs.compiler.sizes import (
     check_instance,
     generalize,
     independent,
+    operators_in,
 )
-from weft.transforms.graphs.compiler.trace import Operation, Trace, Traced, Untraceable
+from weft.transforms.graphs.compiler.trace import Loop, Operation, Trace, Traced, Untraceable
 from weft.transforms.graphs.options import Graphable
 
 
@@ -169,6 +170,9 @@ class Compilations:
         split_at: Set[str],
         sizes: Sizes | None = None,
     ) -> Program:
+        for loop in (x for x in trace.operations if isinstance(x, Loop)):
+            if any(x.func._schema.name in split_at for x in operators_in(loop.body)):
+                raise Untraceable("a step of while_loop that the graph is to be split in")
         parts = split(trace, lambda operation: _is_whole(operation, split_at))
         return compile_trace(trace, parts, outputs, self.compiler, sizes)
 

@@ -86,7 +86,8 @@ def _split(
     for operation in operations:
         if isinstance(operation, Loop):
             end()
-            parts.append(Repeat(operation, tuple(_split(operation.body, trace, is_whole))))
+            body = _split(operation.body, trace, is_whole)
+            parts.append(Repeat(operation, tuple(body)))
         elif is_whole(operation):
             end()
             parts.append(operation)

@@ -219,29 +219,37 @@ def compile_trace(
     """
     flow = _Flow(trace)
     symbols = None if sizes is None else Symbols(trace.mode, sizes)
-
-    def compiled(parts: Parts, outputs: Iterable[int]) -> Iterator[AnyCall]:
-        for part, gives in zip(parts, flow.given(parts, outputs), strict=True):
-            if isinstance(part, Repeat):
-                takes = tuple(flow.takes(part))
-                calls = _with_drops([*compiled(part.parts, ())], takes)
-                yield LoopCall(part.loop.flag, part.loop.carry, calls, takes)
-            elif isinstance(part, Operation):
-                operations, numbers = flow.complete([part])
-                yield OperatorCall(tuple(operations), tuple(numbers), tuple(gives))
-            else:
-                operations, numbers = flow.complete(part.operations)
-                graph = _Graph(trace, symbols, numbers)
-                for operation in operations:
-                    graph.add(operation)
-                run = graph.compile(gives, compiler, combine=part.is_combined)
-                for names in part.calls:
-                    yield Call(run, _renamed(graph.takes, names), _renamed(gives, names))
-
     parts = [*parts, *flow.derived_last(parts, outputs)]
     inputs = tuple(x.number for x in trace.inputs)
-    calls = _with_drops([*compiled(parts, outputs)], (*inputs, *outputs))
-    return Program(calls, inputs, tuple(outputs), symbols)
+    calls = [*_compiled(parts, outputs, flow, trace, symbols, compiler)]
+    return Program(_with_drops(calls, (*inputs, *outputs)), inputs, tuple(outputs), symbols)
+
+
+def _compiled(
+    parts: Parts,
+    outputs: Iterable[int],
+    flow: "_Flow",
+    trace: Trace,
+    symbols: Symbols | None,
+    compiler: Compiler,
+) -> Iterator[AnyCall]:
+    """The calls for parts, after which the values with these numbers are needed."""
+    for part, gives in zip(parts, flow.given(parts, outputs), strict=True):
+        if isinstance(part, Repeat):
+            takes = tuple(flow.takes(part))
+            calls = [*_compiled(part.parts, (), flow, trace, symbols, compiler)]
+            yield LoopCall(part.loop.flag, part.loop.carry, _with_drops(calls, takes), takes)
+        elif isinstance(part, Operation):
+            operations, numbers = flow.complete([part])
+            yield OperatorCall(tuple(operations), tuple(numbers), tuple(gives))
+        else:
+            operations, numbers = flow.complete(part.operations)
+            graph = _Graph(trace, symbols, numbers)
+            for operation in operations:
+                graph.add(operation)
+            run = graph.compile(gives, compiler, combine=part.is_combined)
+            for names in part.calls:
+                yield Call(run, _renamed(graph.takes, names), _renamed(gives, names))
 
 
 def _renamed(numbers: Iterable[int], names: dict[int, int]) -> tuple[int, ...]:

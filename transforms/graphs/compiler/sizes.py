@@ -80,31 +80,37 @@ def generalize(traces: Sequence[Trace], sizes: Sequence[Sizes]) -> Trace:
     first, *rest = traces
     _compare_forms(first, rest)
 
-    def generalized(*values: Any) -> Any:
-        return _generalized(values, names, sizes)
-
     inputs = {x.number for x in first.inputs}
     values = []
     for number, mine in enumerate(first.values):
+        geometries = [t.values[number].geometry for t in traces]
         try:
-            geometry = generalized(mine.geometry, *(t.values[number].geometry for t in rest))
+            geometry = _generalized(geometries, names, sizes)
         except NotShared:
             if number in inputs:
                 raise
             geometry = None
         values.append(attrs.evolve(mine, geometry=geometry))
+    operations = _general_operations([t.operations for t in traces], names, sizes)
+    return attrs.evolve(first, operations=operations, values=tuple(values))
 
-    def general_of(mine: Operation | Loop, *rest: Operation | Loop) -> Operation | Loop:
-        if isinstance(mine, Loop):
-            bodies = zip(*(x.body for x in (mine, *rest) if isinstance(x, Loop)), strict=True)
-            return attrs.evolve(mine, body=tuple(general_of(*x) for x in bodies))
-        others = [x for x in rest if isinstance(x, Operation)]
-        args = generalized(mine.args, *(x.args for x in others))
-        kwargs = generalized(mine.kwargs, *(x.kwargs for x in others))
-        return attrs.evolve(mine, args=args, kwargs=kwargs)
 
-    operations = [general_of(*x) for x in zip(*(t.operations for t in traces), strict=True)]
-    return attrs.evolve(first, operations=tuple(operations), values=tuple(values))
+def _general_operations(
+    runs: Sequence[Sequence[Operation | Loop]], names: Sequence[str], sizes: Sequence[Sizes]
+) -> tuple[Operation | Loop, ...]:
+    """The operators of several classes, which have the same form, as those of the first one."""
+    result: list[Operation | Loop] = []
+    for alike in zip(*runs, strict=True):
+        first = alike[0]
+        if isinstance(first, Loop):
+            bodies = [x.body for x in alike if isinstance(x, Loop)]
+            body = _general_operations(bodies, names, sizes)
+            result.append(attrs.evolve(first, body=body))
+        else:
+            arguments = [(x.args, x.kwargs) for x in alike if isinstance(x, Operation)]
+            args, kwargs = _generalized(arguments, names, sizes)
+            result.append(attrs.evolve(first, args=args, kwargs=kwargs))
+    return tuple(result)
 
 
 def check_instance(trace: Trace, general: Trace, sizes: Sizes, numbers: Iterable[int]) -> None:
@@ -119,7 +125,7 @@ def check_instance(trace: Trace, general: Trace, sizes: Sizes, numbers: Iterable
     _compare_forms(general, [trace])
     for number in {x.number for x in general.inputs}.union(numbers):
         _check_value(general.values[number].geometry, trace.values[number].geometry, sizes)
-    operators = (_operators_in(general.operations), _operators_in(trace.operations))
+    operators = (operators_in(general.operations), operators_in(trace.operations))
     for mine, yours in zip(*operators, strict=True):
         _check_value((mine.args, mine.kwargs), (yours.args, yours.kwargs), sizes)
 
@@ -155,11 +161,11 @@ def _compare_operations(
             raise NotShared(f"{yours.func} where another class has {mine.func}")
 
 
-def _operators_in(operations: Sequence[Operation | Loop]) -> Iterator[Operation]:
+def operators_in(operations: Sequence[Operation | Loop]) -> Iterator[Operation]:
     """The operators, those of loops included."""
     for operation in operations:
         if isinstance(operation, Loop):
-            yield from _operators_in(operation.body)
+            yield from operators_in(operation.body)
         else:
             yield operation
 

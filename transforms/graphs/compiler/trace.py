@@ -227,6 +227,7 @@ class Tracer(OperatorWatch):
         # (tensor from before the run, its fake tensor), by the storage of the fake tensor.
         self._outside: dict[int, tuple[Tensor, Tensor]] = {}
         self._literals = set[int]()
+        self._default_dtype = torch.get_default_dtype()
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
 
     def fake(self, tensor: Tensor) -> Tensor:
@@ -277,6 +278,8 @@ class Tracer(OperatorWatch):
         self._values.clear()
 
     def operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.get_default_dtype() != self._default_dtype:
+            raise Untraceable("torch.set_default_dtype in the function")
         if _reads_data(func) and not self._any_fake(args, kwargs):
             return self._read(func, args, kwargs)
         fake_args = map_tensors(self.fake, args)
@@ -506,10 +509,16 @@ class _Looper:
     def loop(self, flag: Tensor, carry: Sequence[Tensor], step: Callable[[], None]) -> None:
         tracer = self._tracer
         flag_number, *numbers = (tracer.number(tracer.fake(x)) for x in (flag, *carry))
+        for x in (flag, *carry):
+            if not is_fake(x):  # its value is that of the first step alone
+                tracer.stale.add(storage_id(x))
+                self._audit.becomes_data(storage_id(x))
         before = len(tracer.operations)
         with self._audit.steps.step(carry):
             step()
         body = tuple(tracer.operations[before:])
+        if any(isinstance(x, Operation) and may_draw(x.func) for x in body):
+            raise Untraceable("a step of while_loop that may draw random numbers")
         tracer.operations[before:] = [Loop(flag_number, tuple(numbers), body)]
 
 
