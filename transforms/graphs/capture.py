@@ -541,9 +541,16 @@ def _trace(
     """Trace a function for a class."""
     try:
         return _trace_once(graphable, call, backend, descriptor, buffers, rehearse=False)
-    except (CaptureError, UnknownGenerator):
-        # A first run may do what later ones do not: fill a cache, make a generator known.
+    except (CaptureError, UnknownGenerator) as error:
+        refusal = error
+    # A first run may do what later ones do not: fill a cache, make a generator known.
+    try:
         return _trace_once(graphable, call, backend, descriptor, buffers, rehearse=True)
+    except (WeftError, UnknownGenerator):
+        raise
+    except Exception:
+        # It may have met a tensor of the first run, which the function keeps.
+        raise refusal from None
 
 
 def _trace_once(

@@ -425,6 +425,16 @@ def test_the_surroundings_are_those_of_the_function(dtype: torch.dtype | None) -
         assert_equal(LAW, g(X), (X @ X.T, torch.ones(3)))
 
 
+def test_a_function_that_keeps_a_tensor_is_refused() -> None:
+    kept: dict[str, Tensor] = {}
+
+    def fn(x: Tensor) -> Tensor:
+        return x - kept.setdefault("first", x.detach())
+
+    with pytest.raises(CaptureError, match="is kept and not returned"):
+        compiled(fn)(X)
+
+
 def test_a_host_read_is_refused_with_its_line() -> None:
     with pytest.raises(CaptureError, match="a branch on a tensor's value"):
         compiled(lambda x: x if bool(x.sum() > 0) else -x)(X)
@@ -444,6 +454,15 @@ def through_sparse(x: Tensor) -> Any:
 
 
 SPARSE = torch.eye(3).to_sparse()
+
+
+def test_a_module_with_gradients_is_compiled() -> None:
+    module = nn.Linear(4, 2)
+    module(X).sum().backward()
+    gradient = module.weight.grad
+    with torch.no_grad():
+        assert_equal(LAW, compiled(module)(X), module(X))
+    assert module.weight.grad is gradient
 
 
 def test_what_cannot_be_compiled_says_so_once_and_runs() -> None:

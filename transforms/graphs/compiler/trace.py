@@ -261,9 +261,10 @@ class Tracer(OperatorWatch):
 
     def restore_gradients(self) -> None:
         """Undo the changes of a refused `backward()` to the gradients of tensors from outside."""
-        for tensor, gradient in self._gradients:
-            if tensor.grad is not gradient:
-                tensor.grad = gradient
+        with WithoutFunctionModes():
+            for tensor, gradient in self._gradients:
+                if tensor.grad is not gradient:
+                    tensor.grad = gradient
 
     def forget(self) -> None:
         """Forget a run, but not which fake tensors stand for tensors from before the run."""
