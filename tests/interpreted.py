@@ -7,6 +7,7 @@ from typing import Any
 import no_driver  # noqa: F401
 import numpy as np
 import triton
+import triton.experimental.gluon  # by the first kernel otherwise, in each child
 from torch import Tensor
 from triton.runtime import interpreter
 

@@ -16,7 +16,8 @@ _TESTS = Path(__file__).parent
 # The folders from which the other processes import test modules.
 _FOLDERS = (_TESTS, _TESTS / "lib" / "ops", _TESTS / "lib" / "ops" / "copying")
 _SERVER = """
-import interpreted, json, os, signal, sys
+import gc, interpreted, json, os, signal, sys, traceback
+gc.freeze()  # so that no child copies what it only looks through
 for request in map(json.loads, sys.stdin):
     if (child := os.fork()) == 0:
         signal.alarm(request["seconds"])
@@ -24,8 +25,15 @@ for request in map(json.loads, sys.stdin):
         os.dup2(written, 1)
         os.dup2(written, 2)
         sys.argv = ["-c", *request["arguments"]]
-        exec(compile(request["code"], "<interpreted>", "exec"), {"__name__": "__main__"})
-        sys.exit()  # which leaves the loop in the child
+        code = 1
+        try:
+            exec(compile(request["code"], "<interpreted>", "exec"), {"__name__": "__main__"})
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)  # without taking torch apart, which is most of a second
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 

@@ -117,7 +117,7 @@ def test_experts_that_there_are_not_are_refused(first: int) -> None:
 _INTERPRETED = """
 import sys, torch
 from weft.ops.experts.products_triton import run_tiles
-torch.use_deterministic_algorithms(True)
+torch.set_deterministic_debug_mode("error")
 torch.save([run_tiles(*args) for args in torch.load(sys.argv[1], weights_only=False)], sys.argv[2])
 """
 SMALL, MANY = Tile(32, 16, 128, 4, 2), Tile(64, 64, 128, 4, 2, sort=True)

@@ -31,7 +31,7 @@ from weft.ops.products.fp8 import quantize, reference_quantize
 _INTERPRETED = """
 import sys, torch
 from weft.ops.attention.paged_triton import attend
-torch.use_deterministic_algorithms(True)  # NaN in all memory that nothing has written yet
+torch.set_deterministic_debug_mode("error")  # NaN in all memory that nothing has written yet
 batches = torch.load(sys.argv[1])
 done = [(args[3], attend(*args), attend(*args, batch_invariant=True)) for args in batches]
 # Now that keys and values are in the pages.
@@ -91,7 +91,7 @@ def test_a_scale_may_be_negative_or_next_to_nothing(tmp_path: Path) -> None:
 _QUANTIZED = """
 import sys, torch
 from weft.ops.attention.paged_triton import attend, attend_quantized
-torch.use_deterministic_algorithms(True)
+torch.set_deterministic_debug_mode("error")
 batches = torch.load(sys.argv[1])
 torch.save([(attend(*args), *attend_quantized(*args)) for args in batches], sys.argv[2])
 """

@@ -30,7 +30,7 @@ sys.modules[module] = broken = util.module_from_spec(spec)
 spec.loader.exec_module(broken)
 from weft.ops.attention.paged_triton import attend
 
-torch.use_deterministic_algorithms(True)  # NaN in all memory that nothing has written yet
+torch.set_deterministic_debug_mode("error")  # NaN in all memory that nothing has written yet
 for index in map(int, cases):
     case = draw_case(FIXED[index])
     try:
