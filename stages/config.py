@@ -131,9 +131,15 @@ class Fp8Config:
         >>> Fp8Config(("lm_head", "model.layers.1")).converts("model.layers.11.mlp.up_proj")
         True
         """
-        # With the dot, as `model.layers.1` is also how `model.layers.11` begins.
-        parents = tuple(f"{name.rstrip('.')}." for name in self.skipped)
+        parents = _prefixes(self.skipped)
         return not (module.endswith(self.skipped) or f"{module}.".startswith(parents))
+
+
+@functools.lru_cache(maxsize=16)
+def _prefixes(modules: tuple[str, ...]) -> tuple[str, ...]:
+    """The beginnings of the names of what is in these modules; with the dot, as `model.layers.1` is
+    also how `model.layers.11` begins."""
+    return tuple(f"{name.rstrip('.')}." for name in modules)
 
 
 @attrs.frozen
