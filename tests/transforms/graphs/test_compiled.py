@@ -195,26 +195,33 @@ doubled = graphify(lambda x: x * 2)
 BREAKS = "a result of torch.compile that has graph breaks"
 ITS_OWN = "a result of torch.compile with CUDA graphs of its own"
 SWITCH = {"triton.cudagraphs": True}
-REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "a break at the start": (torch.compile(broken, backend="eager"), BREAKS),
-    "a branch": (torch.compile(lambda x: branching(x), backend="eager"), BREAKS),
+# What returns the function, and the reason.
+REFUSED: dict[str, tuple[Callable[[], Callable[[Tensor], Tensor]], str]] = {
+    "a break at the start": (lambda: torch.compile(broken, backend="eager"), BREAKS),
+    "a branch": (lambda: torch.compile(lambda x: branching(x), backend="eager"), BREAKS),
     "a graphified function inside": (
-        torch.compile(lambda x: doubled(x + 1) * 3, backend="eager"),
+        lambda: torch.compile(lambda x: doubled(x + 1) * 3, backend="eager"),
         BREAKS,
     ),
     "a transform around it": (
-        lambda x: torch.func.vmap(torch.compile(scaled, backend="aot_eager"))(x),
+        lambda: lambda x: torch.func.vmap(torch.compile(scaled, backend="aot_eager"))(x),
         "nothing is compiled: a transform of torch.func",
     ),
-    "reduce-overhead": (torch.compile(scaled, mode="reduce-overhead"), ITS_OWN),
-    "max-autotune": (lambda x: torch.compile(scaled, mode="max-autotune")(x) + 1, ITS_OWN),
-    "an option": (torch.compile(scaled, options=SWITCH), ITS_OWN),
-    "a back end": (torch.compile(scaled, backend="cudagraphs"), r"\(backend='cudagraphs'\)"),
+    "reduce-overhead": (lambda: torch.compile(scaled, mode="reduce-overhead"), ITS_OWN),
+    "max-autotune": (lambda: lambda x: torch.compile(scaled, mode="max-autotune")(x) + 1, ITS_OWN),
+    "an option": (lambda: torch.compile(scaled, options=SWITCH), ITS_OWN),
+    "a back end": (
+        lambda: torch.compile(scaled, backend="cudagraphs"),
+        r"\(backend='cudagraphs'\)",
+    ),
 }
 
 
-@pytest.mark.parametrize(("fn", "why"), REFUSED.values(), ids=REFUSED)
-def test_it_is_refused_by_name(fn: Callable[[Tensor], Tensor], why: str) -> None:
+@pytest.mark.parametrize(("compiled", "why"), REFUSED.values(), ids=REFUSED)
+def test_it_is_refused_by_name(
+    compiled: Callable[[], Callable[[Tensor], Tensor]], why: str
+) -> None:
+    fn = compiled()
     for _ in range(2):
         with pytest.raises(CaptureError, match=f"saw: it calls .*{why}"):
             graphify(fn)(X)
@@ -225,7 +232,7 @@ def test_it_is_refused_by_name(fn: Callable[[Tensor], Tensor], why: str) -> None
 
 def test_the_refusal_names_the_mode_to_use() -> None:
     with pytest.raises(CaptureError) as caught:
-        graphify(REFUSED["reduce-overhead"][0])(X)
+        graphify(REFUSED["reduce-overhead"][0]())(X)
     instead = "torch.compile(..., mode='default') or mode='max-autotune-no-cudagraphs'"
     assert caught.value.instead == instead
 
