@@ -11,6 +11,7 @@ tests that ask for `runs_all`, such as that of the laws, stay. `.ci/run` makes a
 one with `--all --rest`.
 """
 
+import atexit
 import gc
 import math
 import os
@@ -91,8 +92,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Let the end of the process collect everything: nanobind lists what is then left."""
-    gc.unfreeze()
+    """Let the end of the process collect everything: nanobind lists what is then left. pytest, which
+    collects twice before, need not look through torch."""
+    atexit.register(gc.unfreeze)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
