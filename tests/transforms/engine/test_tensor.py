@@ -8,14 +8,6 @@ from typing import Any
 import pytest
 import torch
 from refusal import refused
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 
 import weft
 from weft.errors import ProgramError
@@ -51,6 +43,15 @@ Seen = dict[str, tuple[list[int], list[float], list[float]]]
 
 def save(folder: Path, architecture: str) -> Any:
     """A random model of transformers, which the folder then has."""
+    from transformers import (  # not at the top: each rank imports this module
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
+
     torch.manual_seed(1)
     if architecture == "llama":
         model: Any = LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True))
