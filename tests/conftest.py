@@ -28,6 +28,9 @@ pytest_plugins = ["weft.proofs.plugin"]
 # huggingface_hub reads these when it is first imported, which is later; processes that tests start
 # inherit them.
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "OMP_NUM_THREADS": "1"}
+# Inductor otherwise starts processes that import torch, and tries which vector instructions the
+# compiler has, which takes longer than all that the tests compile.
+os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
 
 # The models are small, and the workers of pytest-xdist share the cores.
 torch.set_num_threads(1)
