@@ -1,6 +1,6 @@
 """Import this first in a process that interprets kernels: it hides the driver, lets triton 3.6 use
-numpy 2.4, and refuses addresses outside of a kernel's arguments, which the interpreter reads and a
-GPU may not."""
+numpy 2.4, refuses addresses outside of a kernel's arguments, which the interpreter reads and a GPU
+may not, and halves the interpreter's time."""
 
 from typing import Any
 
@@ -9,6 +9,7 @@ import numpy as np
 import triton
 import triton.experimental.gluon  # by the first kernel otherwise, in each child
 from torch import Tensor
+from triton import language as tl
 from triton.runtime import interpreter
 
 if triton.__version__.startswith("3.6."):  # https://github.com/triton-lang/triton/issues/9171
@@ -55,13 +56,29 @@ class Ranges:
 
 
 _ranges = Ranges()
+# The modules of triton's language that are patched for the kernel that runs
+_patched: set[frozenset[int]] = set()
+_patch_lang = interpreter._patch_lang
 _to_host = interpreter.GridExecutor._init_args_hst
 _load = interpreter.InterpreterBuilder.create_masked_load
 _store = interpreter.InterpreterBuilder.create_masked_store
 
 
+def patch_lang(fn: Any) -> Any:
+    """Patch the language for a function, unless this kernel has done so: the interpreter, which
+    does it at each call of a function inside a kernel, spends half of its time on that."""
+    languages = frozenset(
+        id(value) for value in fn.__globals__.values() if value is tl or value is tl.core
+    )
+    if languages in _patched:
+        return None  # which the interpreter drops
+    _patched.add(languages)
+    return _patch_lang(fn)
+
+
 def to_host(self: Any, arguments: Any, named: Any) -> Any:
     """The arguments as the kernel gets them, whose ranges are kept."""
+    _patched.clear()
     host = _to_host(self, arguments, named)
     # The tensor of a descriptor
     values = [getattr(one, "base", one) for one in (*host[0], *host[1].values())]
@@ -81,6 +98,7 @@ def store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any, **named: Any)
     return _store(self, ptrs, value, mask, *rest, **named)
 
 
+interpreter._patch_lang = patch_lang
 interpreter.GridExecutor._init_args_hst = to_host
 interpreter.InterpreterBuilder.create_masked_load = load
 interpreter.InterpreterBuilder.create_masked_store = store
