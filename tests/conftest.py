@@ -13,6 +13,7 @@ one with `--all --rest`.
 
 import atexit
 import gc
+import logging
 import math
 import os
 import signal
@@ -84,7 +85,21 @@ _num_frozen = 0
 def _freeze_modules() -> None:
     global _num_frozen
     gc.freeze()
+    _join_loggers()
     _num_frozen = len(sys.modules)
+
+
+def _join_loggers() -> None:
+    """Pass torch's logs on to the root logger. pytest adds handlers to each logger that does not do
+    so, six in a test: torch has 90 of them, and that took as long as many tests. The logger of
+    traces stays apart, which formats nothing if it has no handler."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if (
+            name.startswith("torch.")
+            and name != "torch.__trace"
+            and not isinstance(logger, logging.PlaceHolder)
+        ):
+            logger.propagate = True
 
 
 @pytest.hookimpl(tryfirst=True)
