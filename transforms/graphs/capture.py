@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from weft.batches.padding import inert, padded_shape
 from weft.errors import CaptureError, WeftError
 from weft.ops.constants import constant
-from weft.settings import is_batch_invariant
 from weft.torchapi.frames import clear_frames
 from weft.torchapi.private import is_fake, storage_id, switches_put_back, unowned, unseen
 from weft.torchapi.watching import OperatorWatch
@@ -33,7 +32,7 @@ from weft.transforms.graphs.calls.results import (
     refuse_requiring_grad,
 )
 from weft.transforms.graphs.compiler.compilations import Compilations, record_compiled
-from weft.transforms.graphs.compiler.trace import Traced, Tracer, Untraceable, trace
+from weft.transforms.graphs.compiler.trace import Traced, Tracer, trace
 from weft.transforms.graphs.one_at_a_time import ONE_AT_A_TIME
 from weft.transforms.graphs.options import Graphable
 from weft.transforms.graphs.outside import Outside, PythonState
@@ -500,8 +499,6 @@ def _compile(
 ) -> tuple[_Captured | None, Exception | None]:
     """Compile a function, and record what the compiler made; or return why it cannot be
     compiled."""
-    if is_batch_invariant():
-        return None, Untraceable("batch_invariant(): a compiler sums in an order of its own")
     # On other pools than the back end's: most classes are traced for their sizes only.
     trace_class = partial(_trace, graphable, call, backend)
     siblings = _similar_classes(graphable, call, mode, descriptor)

@@ -476,6 +476,15 @@ def test_what_cannot_be_compiled_says_so_once_and_runs() -> None:
         assert_equal(LAW, g(X[:, :2]), through_sparse(X[:, :2]))
 
 
+def test_a_batch_invariant_part_is_not_compiled() -> None:
+    def fn(x: Tensor) -> Tensor:
+        with weft.batch_invariant():
+            return x.sum()
+
+    with pytest.raises(CompilerError, match="sums in an order of its own"):
+        compiled(fn)(X)
+
+
 def test_strict_makes_it_an_error() -> None:
     with pytest.raises(CompilerError, match="a tensor of class Tensor, torch"):
         compiled(through_sparse)(X)

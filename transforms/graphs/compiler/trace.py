@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from weft.settings import is_batch_invariant
 from weft.torchapi.faking import (
     FakeTensorMode,
     fake_tensors,
@@ -326,6 +327,8 @@ class Tracer(OperatorWatch):
         fake_args: tuple[Any, ...],
         fake_kwargs: dict[str, Any],
     ) -> None:
+        if is_batch_invariant():
+            raise Untraceable("batch_invariant(): a compiler sums in an order of its own")
         if torch.Tag.inplace_view not in func.tags and any(
             _key(x) not in self._numbers for x in written(func, fake_args, fake_kwargs)
         ):
