@@ -61,6 +61,7 @@ _PLACE = {
     **_all("num_stages pipeline_parallel_size pp_size", "pipeline=..."),
     **_all("cudagraph_mode mode", "graph=..."),
     **_all("disable_cuda_graph enforce_eager", 'graph="none"'),
+    **_all("compilation_config compile_config enable_torch_compile", 'compiler="inductor"'),
     **_all("device device_map", "weft.load(folder, device)"),
     **_all("dtype quantization torch_dtype", "weft.load(folder, dtype=...)"),
     **_all(

@@ -66,6 +66,13 @@ def compilers() -> list[str]:
     return sorted({*list_backends(exclude_tags=())} - {"cudagraphs"})
 
 
+def compiler_name(compiler: Compiler | None) -> str:
+    """A compiler's name in messages; the same in every process."""
+    if compiler is None or isinstance(compiler, str):
+        return str(compiler)
+    return getattr(compiler, "__qualname__", type(compiler).__qualname__)
+
+
 def compile_graph(
     module: fx.GraphModule,
     examples: Sequence[Any],

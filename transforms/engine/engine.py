@@ -18,6 +18,7 @@ from weft.errors import EngineError, WeftError
 from weft.stages.adapters.adapter import Adapter
 from weft.stages.custom.functions import capability_of
 from weft.stages.model import Model
+from weft.torchapi.inductor import Compiler, compiler_name
 from weft.torchapi.ranges import profile_range
 from weft.transforms.engine.calls import Calls
 from weft.transforms.engine.memory import cache_bytes
@@ -77,12 +78,21 @@ class Engine:
             vocabulary.
         seed: the seed for requests that bring none; None: a random one.
         backend: the backend of `graphify`.
+        compiler: compiles the graphs, as in `graphify`: `inductor`, or another compiler that
+            `torch.compile(backend=...)` takes. It fuses torch's operators, such as those of custom
+            functions (`model.with_stages`); weft's own, which take most of a decoder's step, stay
+            whole. Tokens are the same up to rounding of the logits. Steps without a graph are not
+            compiled. None: nothing is compiled.
+        strict: whether a step that cannot be compiled is an error. Otherwise a warning says so, and
+            its graph holds the operators as they are.
         adapters: LoRA adapters by name (`weft.load_adapter`), for requests to choose from.
         speculation: how drafts are made, so that a step verifies several tokens; None: no drafts.
         prefix_caching: whether requests share the pages of equal prefixes; False: each request
             computes all of its tokens.
 
     Raises:
+        CompilerError: torch has no such compiler, or it would have nothing to compile: with
+            `graph="none"`, or for a model that is batch invariant.
         RequestError: an invalid argument, or limits that leave no room for a request.
 
     >>> import weft
@@ -106,6 +116,8 @@ class Engine:
         num_logprobs: int = 0,
         seed: int | None = None,
         backend: str | None = None,
+        compiler: Compiler | None = None,
+        strict: bool = False,
         adapters: Mapping[str, Adapter] | None = None,
         speculation: Speculation | None = None,
         prefix_caching: bool = True,
@@ -118,6 +130,7 @@ class Engine:
             "num_logprobs": num_logprobs,
             "seed": seed,
             "prefix_caching": prefix_caching,
+            "strict": strict,
         }
         settings = {"limits": limits, "adapters": adapters, "speculation": speculation}
         check_engine(
@@ -127,6 +140,7 @@ class Engine:
             pipeline=pipeline,
             tensor=tensor,
             run_ahead=run_ahead,
+            compiler=compiler,
             **options,
             **settings,
         )
@@ -159,6 +173,8 @@ class Engine:
             graph=graph,
             num_logprobs=num_logprobs,
             backend=backend,
+            compiler=compiler,
+            strict=strict,
         )
         self.limits = resolve_limits(limits, model, split, speculation, executor)
         if seed is None:
@@ -187,7 +203,7 @@ class Engine:
                 self.transport.assert_equal,
                 model,
                 self.limits,
-                {**options, "seed": own_seed},
+                {**options, "seed": own_seed, "compiler": compiler_name(compiler)},
                 named,
             )
         if limits.max_step_seconds is not None:

@@ -19,6 +19,7 @@ from weft.errors import WeftError
 from weft.stages.adapters.adapter import Adapter
 from weft.stages.custom.functions import default_page_size
 from weft.stages.model import Model
+from weft.torchapi.inductor import Compiler
 from weft.transforms.engine.completion import RequestTimes
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.evaluation.certificates import Certificate, Provenance, certify
@@ -159,6 +160,7 @@ def generate(
     sampling: SamplingParams | Sequence[SamplingParams] | None = ...,
     pipeline: int = ...,
     graph: str = ...,
+    compiler: Compiler | None = ...,
     adapter: Adapter | Sequence[Adapter | None] | None = ...,
     extras: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor] | None] | None = ...,
     speculation: Speculation | None = ...,
@@ -178,6 +180,7 @@ def generate(
     sampling: SamplingParams | Sequence[SamplingParams] | None = ...,
     pipeline: int = ...,
     graph: str = ...,
+    compiler: Compiler | None = ...,
     adapter: Adapter | Sequence[Adapter | None] | None = ...,
     extras: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor] | None] | None = ...,
     speculation: Speculation | None = ...,
@@ -197,6 +200,7 @@ def generate(
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     pipeline: int = 1,
     graph: str = "full_and_piecewise",
+    compiler: Compiler | None = None,
     adapter: Adapter | Sequence[Adapter | None] | None = None,
     extras: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor] | None] | None = None,
     speculation: Speculation | None = None,
@@ -221,6 +225,7 @@ def generate(
             prompt. A seed in it takes precedence, and then the prompt's index does not matter.
         pipeline: the number of stages that the layers are split into.
         graph: one of `weft.transforms.MODES`; on a CPU, `none` starts sooner (`weft.make_ladder`).
+        compiler: compiles the graphs, such as `inductor` (`Engine`). None: nothing is compiled.
         adapter: a LoRA from `weft.load_adapter`: one for all prompts, or one per prompt; None: the
             model alone.
         extras: the requests' extra inputs for the model's stages (`model.with_stages(...,
@@ -241,6 +246,7 @@ def generate(
         `SamplingParams(n=...)`.
 
     Raises:
+        CompilerError: torch has no such compiler, or it would have nothing to compile (`Engine`).
         RequestError: a prompt or an argument that cannot be served, such as more stages than
             layers.
 
@@ -258,7 +264,14 @@ def generate(
         f" pipeline={pipeline!r})"
     )
     check_engine(
-        call, model, transport, graph=graph, pipeline=pipeline, seed=seed, speculation=speculation
+        call,
+        model,
+        transport,
+        graph=graph,
+        compiler=compiler,
+        pipeline=pipeline,
+        seed=seed,
+        speculation=speculation,
     )
     temperatures = {"temperature": temperature}
     if sampling is not None:
@@ -302,6 +315,7 @@ def generate(
         limits,
         pipeline=pipeline,
         graph=graph,
+        compiler=compiler,
         transport=transport,
         num_logprobs=num_logprobs,
         seed=seed,

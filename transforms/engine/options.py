@@ -10,6 +10,7 @@ import torch
 from weft.arguments.checks import COUNT, COUNT_OR_NONE, Rule, check_values, is_int, names_arguments
 from weft.arguments.equivalents import LIMITS
 from weft.batches.state import Drafting, State
+from weft.errors import CompilerError
 from weft.ops.attention.backends import AttentionBackend
 from weft.stages.adapters.adapter import Adapter
 from weft.stages.config import ModelConfig
@@ -17,6 +18,7 @@ from weft.stages.custom.functions import OWN, caching_policy, check_page_size
 from weft.stages.drafters.drafting import Drafter, drafted, model_drafter, ngram_drafter
 from weft.stages.layout import StageLayout, is_whole
 from weft.stages.model import Model
+from weft.torchapi.inductor import compiler_name
 from weft.transforms.engine.memory import (
     check_room,
     empty_pages,
@@ -29,6 +31,7 @@ from weft.transforms.engine.split import Split
 from weft.transforms.engine.steps.classes import captured_tokens, has_small_layers
 from weft.transforms.engine.steps.executor import Executor
 from weft.transforms.graphs.ladder import MODES
+from weft.transforms.graphs.options import check_compiler
 from weft.transforms.pipelines.argument_checks import TRANSPORT
 
 _MAX_CONTEXT = 4096
@@ -451,6 +454,7 @@ RULES: dict[str, Rule] = {
     "seed": (lambda value: value is None or is_int(value), "a whole number, or None"),
     "prefix_caching": (lambda value: isinstance(value, bool), "True or False"),
     "graph": (lambda value: value in MODES, f"one of {', '.join(MODES)}"),
+    "strict": (bool, "True or False"),
     "run_ahead": (lambda value: is_int(value, 0), "a whole number of steps, or 0"),
     "limits": (EngineLimits | None, "weft.EngineLimits(...), or None"),
     "speculation": (Speculation | None, "weft.Speculation(...), or None"),
@@ -469,10 +473,43 @@ def stage_rule(model: Model) -> Rule:
     ), f"a whole number from 1 to {most}, the model's layers"
 
 
-def check_engine(call: str, model: Any, transport: Any = None, **options: Any) -> None:
+def check_compiled(call: str, model: Model, compiler: Any, **mode: str) -> None:
+    """Check the compiler of a model's graphs.
+
+    Args:
+        call: the call as the user wrote it.
+        model: the model.
+        compiler: the compiler, or None.
+        mode: the graph mode, by the name of its option.
+
+    Raises:
+        CompilerError: torch has no such compiler, or it would have nothing to compile.
+    """
+    check_compiler(call, compiler)
+    if compiler is None:
+        return
+    written = f"compiler={compiler_name(compiler)!r}"
+    ((option, value),) = mode.items()
+    if value == "none":
+        problem = f"{written}, and {option}={value!r}, which has no graphs to compile"
+        raise CompilerError(call, problem, f"{option}='full', or no compiler")
+    if model.functions.batch_invariant:
+        problem = f"{written}, and a batch-invariant model: a compiler sums in an order of its own"
+        raise CompilerError(call, problem, "weft.load without batch_invariant=True, or no compiler")
+
+
+def check_engine(
+    call: str,
+    model: Any,
+    transport: Any = None,
+    *,
+    compiler: Any = None,
+    **options: Any,
+) -> None:
     """Check the arguments of `Engine`, or those that `generate` and others pass on to it.
 
     Raises:
+        CompilerError: torch has no such compiler, or it would have nothing to compile.
         RequestError: not a model, not a transport, or an option of the wrong type or out of range.
     """
     check_values(call, RULES, {"transport": transport, "model": model})
@@ -486,3 +523,4 @@ def check_engine(call: str, model: Any, transport: Any = None, **options: Any) -
         ),
     }
     check_values(call, RULES | model_rules, options)
+    check_compiled(call, model, compiler, graph=options.get("graph", ""))

@@ -23,10 +23,12 @@ from weft.stages.inputs import NO_DRAFTS
 from weft.stages.layout import StageLayout, empty_states, split_model
 from weft.stages.model import Model, cache_dtype, model_facts, rank_config
 from weft.stages.params import num_bytes
+from weft.torchapi.inductor import Compiler
 from weft.transforms.engine.memory import empty_pages
 from weft.transforms.engine.options import (
     RULES,
     ResolvedLimits,
+    check_compiled,
     spare_pages,
     stage_rule,
     with_drafter,
@@ -175,6 +177,8 @@ def make_executor(
     num_logprobs: int = 0,
     keep_logits: bool = False,
     backend: str | None = None,
+    compiler: Compiler | None = None,
+    strict: bool = False,
 ) -> Executor:
     """Make an executor for an engine's work: one graphified step for a single stage, a pipeline of
     graphified stages for several.
@@ -182,7 +186,9 @@ def make_executor(
     Args:
         graph: one of `weft.transforms.MODES`.
         keep_logits: whether outputs hold logits.
+        backend, compiler, strict: options of `graphify`.
     """
+    graph_options = (backend, compiler, strict)
     model = weights.model
     speculation = limits.speculation
     budget = limits.budget
@@ -212,13 +218,14 @@ def make_executor(
     params = tree_map(_detached, params)
     # One rank sends nothing, so that the stages, the sampling and the advance fit into one graph.
     if split.num_stages == split.num_shards == 1:
-        whole = graph_step(compose(stages, advance=advance), ladder, backend)
+        whole = graph_step(compose(stages, advance=advance), ladder, *graph_options)
         return StepExecutor(whole, params, state, model.device, classes)
     x = _example(model, drafts)
     # Ranks that share a single stage run it as a pipeline of one stage.
     alone = split.num_stages == 1
     spanned = [
-        graph_step(with_advance(stage) if alone else stage, ladder, backend) for stage in stages
+        graph_step(with_advance(stage) if alone else stage, ladder, *graph_options)
+        for stage in stages
     ]
     pipeline_options: dict[str, Any] = {
         "transport": split.transport,
@@ -312,6 +319,8 @@ def make_runner(
     num_stages: int = 1,
     mode: str = "full",
     backend: str | None = None,
+    compiler: Compiler | None = None,
+    strict: bool = False,
     keep_logits: bool = False,
     num_logprobs: int = 0,
     transport: Transport | None = None,
@@ -324,7 +333,7 @@ def make_runner(
         limits: the bounds of a batch, which determine the ladder.
         num_stages: the number of pipeline stages; a batch is cut into as many micro-batches.
         mode: a graph mode (`weft.transforms.graphs.ladder.MODES`).
-        backend: the backend of `graphify`.
+        backend, compiler, strict: options of `graphify`.
         keep_logits: whether outputs hold logits.
         num_logprobs: the number of likeliest tokens whose logprobs outputs hold.
         transport: the pipeline's transport; None: `Local()`.
@@ -332,10 +341,13 @@ def make_runner(
     Raises:
         ProgramError: more stages than layers, a model that is not the part that runs here, or a
             share of a model.
+        CompilerError: torch has no such compiler, or it would have nothing to compile.
         DescriptorError: an unknown mode, or limits with room for drafts (`query_lens`), which a
             runner does not make.
     """
     call = f"make_runner(model, limits, num_stages={num_stages!r})"
+    check_compiled(call, model, compiler, mode=mode)
+    graph_options = (backend, compiler, strict)
     rules = {"num_stages": stage_rule(model)}
     if max(limits.query_lens) > 1:
         raise DescriptorError(
@@ -366,9 +378,9 @@ def make_runner(
         }.items():
             transport.assert_equal(subject, f"{value}")
     if num_stages == 1:
-        whole = graph_step(compose(stages, advance=advance), ladder, backend)
+        whole = graph_step(compose(stages, advance=advance), ladder, *graph_options)
         return Runner(whole, params, stages, layouts, (whole,) if len(ladder) else ())
-    spanned = [graph_step(stage, ladder, backend) for stage in stages]
+    spanned = [graph_step(stage, ladder, *graph_options) for stage in stages]
     step = pipeline(
         spanned,
         # The fewest parts with which all stages can be busy at once.

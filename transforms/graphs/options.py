@@ -229,7 +229,12 @@ def _missing_protocol(rung: Any) -> str:
     return f"{kind} cannot be hashed"
 
 
-def _check_compiler(call: str, compiler: Any) -> None:
+def check_compiler(call: str, compiler: Any) -> None:
+    """Check that torch has this compiler.
+
+    Raises:
+        CompilerError: it has none of this name.
+    """
     # The names of the others are known only once torch's compiler is imported, which takes seconds.
     if compiler is None or compiler == "inductor" or callable(compiler):
         return
@@ -273,7 +278,7 @@ def _check(call: str, options: GraphifyOptions) -> None:
         raise CaptureError(call, problem, instead)
     if options["backend"] not in (None, *NAMES):
         raise no_backend(options["backend"])
-    _check_compiler(call, options["compiler"])
+    check_compiler(call, options["compiler"])
     counts = (
         ("max_captures", options["max_captures"], "any number"),
         ("verify", options["verify"], "no comparison"),

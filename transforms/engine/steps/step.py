@@ -16,6 +16,7 @@ from weft.batches.outputs import Output, PerToken
 from weft.batches.sampling import SamplingParams
 from weft.batches.state import State, admit, advance, copy_pages, grow
 from weft.ops.requests import EMBEDDED, LAST_TOKEN
+from weft.torchapi.inductor import Compiler
 from weft.torchapi.private import to_device
 from weft.transforms.engine.requests.prompts import PromptContent, RequestExtras
 from weft.transforms.graphs.calls.borrowing import declare_owning, owns_results
@@ -408,9 +409,22 @@ def apply_edits(state: State, edits: Edits) -> State:
     return state
 
 
-def graph_step(step: Any, ladder: Ladder[BatchDescriptor], backend: str | None) -> Any:
+def graph_step(
+    step: Any,
+    ladder: Ladder[BatchDescriptor],
+    backend: str | None = None,
+    compiler: Compiler | None = None,
+    strict: bool = False,
+) -> Any:
     """Graphify a decoder's step or stage; piecewise classes are cut at its attention. With an empty
     ladder, return it unchanged."""
-    if len(ladder):
-        return graphify(step, ladder=ladder, split_at=_SPLIT_AT, backend=backend)
-    return step
+    if not len(ladder):
+        return step
+    return graphify(
+        step,
+        ladder=ladder,
+        split_at=_SPLIT_AT,
+        backend=backend,
+        compiler=compiler,
+        strict=strict,
+    )
