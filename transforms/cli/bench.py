@@ -141,7 +141,7 @@ def as_report(options: Bench, figures: dict[str, Any]) -> dict[str, Any]:
     )
     settings = {
         name: getattr(options, name)
-        for name in (*names.split(), "speculate", "draft", "transport", "device")
+        for name in (*names.split(), "speculate", "draft", "transport", "device", "compiler")
     }
     settings |= dict(zip(("input_len", "output_len"), options.lengths, strict=True))
     settings |= {"max_num_tokens": figures["max_num_tokens"], "graph": options.graphs[0]}
@@ -163,8 +163,10 @@ def tables(report: dict[str, Any]) -> Iterator[Any]:
     settings = report["wanted"]
     graphs = report["graphs"]
     stages = counted(max(len(report["ranks"]), settings["stages"] or 1), "stage")
+    compiler = settings.get("compiler")
+    by = f", compiled by {compiler}" * (compiler is not None)
     yield heading(
-        f"{settings['model'] or settings['preset']}, {stages}, graphs: {settings['graph']}"
+        f"{settings['model'] or settings['preset']}, {stages}, graphs: {settings['graph']}{by}"
     )
     throughput = {
         "requests": report["num_requests"],

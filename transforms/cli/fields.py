@@ -57,6 +57,7 @@ IDLE = {
     "input_len": ("workload",),
     "output_len": ("workload",),
     "gpus": ("pp", "tp"),
+    "batch_invariant": ("compiler",),
 }
 
 

@@ -79,7 +79,7 @@ NAMED = value(
     lambda parsed: re.fullmatch(r"[\w.]+:\w+", parsed) is not None,
     "module:function, as in steering:steered",
 )
-DIR, FILE, DEVICE = ({"metavar": name} for name in ("DIR", "FILE", "D"))
+DIR, FILE, DEVICE, NAME = ({"metavar": name} for name in ("DIR", "FILE", "D", "NAME"))
 DIRS = {"metavar": "DIR", "action": "append"}
 WORD = {"metavar": "MODEL", "positional": True}
 CERTIFICATES = {"metavar": "CERTIFICATES", "positional": True}

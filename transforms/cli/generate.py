@@ -80,6 +80,7 @@ def _complete(here: Here, options: Generate) -> tuple[Completed, list[Certificat
         seed=options.seed,
         pipeline=here.num_stages,
         graph=options.graph_mode,
+        compiler=options.compiler,
         adapter=None if options.adapter is None else load_adapter(model, options.adapter),
         speculation=open_drafts(options, here),
         transport=here.transport,

@@ -28,6 +28,7 @@ from weft.transforms.cli.flags import (
     KV_DTYPES,
     LATENCY,
     LINK,
+    NAME,
     NAMED,
     POLICIES,
     SECONDS,
@@ -93,7 +94,12 @@ _FOLDER = (
     " or smollm2"
 )
 _DEVICE = "cpu, cuda or cuda:N (default: cuda if there is a GPU)"
-_GRAPH = "graph mode (default full_and_piecewise; none on a CPU, which starts sooner"
+_GRAPH = (
+    "graph mode (default full_and_piecewise; none on a CPU without --compiler, which starts sooner"
+)
+_COMPILER = (
+    "what compiles the graphs: inductor, or another back end of torch.compile (default: nothing)"
+)
 
 
 @attrs.frozen(kw_only=True)
@@ -167,6 +173,17 @@ class RunOptions(ModelOptions):
     )
     reduction_leaves: int = _how(_LEAVES, whole("N"), 1)
     graph: str | None = _how(f"{_GRAPH})", MODES)
+    compiler: str | None = _how(_COMPILER, NAME)
+
+    def check(self) -> None:
+        """Check as `Options.check` does, and also refuse a compiler of no graphs."""
+        super().check()
+        if self.compiler is not None and self.graph == "none":
+            self.refuse(
+                f"--compiler {self.compiler}",
+                "no graphs to compile with --graph none",
+                "--graph full, or leave out one of the two",
+            )
 
     @property
     def graph_mode(self) -> str:
@@ -178,7 +195,8 @@ class RunOptions(ModelOptions):
         from weft.stages.choices import pick_device  # which imports torch
 
         on_cpu = pick_device(self.device, call=f"--device {self.device}").type == "cpu"
-        return self.graph or ("none" if on_cpu else "full_and_piecewise")
+        is_slow = on_cpu and self.compiler is None
+        return self.graph or ("none" if is_slow else "full_and_piecewise")
 
 
 @attrs.frozen(kw_only=True)
@@ -304,8 +322,9 @@ class Verify(RunOptions):
     max_num_tokens: int | None = _how(
         "tokens per step, so that prompts are read in chunks", whole("N", 1, 2**17)
     )
-    # No flag: bits that depend on the batch cannot be verified.
+    # No flags: bits that depend on the batch, or on a compiler, cannot be verified.
     batch_invariant: bool = True
+    compiler: None = None
 
 
 @attrs.frozen(kw_only=True)

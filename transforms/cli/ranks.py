@@ -15,7 +15,14 @@ import torch
 
 from weft.arguments.checks import kind_of
 from weft.display.quantities import counted
-from weft.errors import CheckpointNotFoundError, ConfigError, ConfigWarning, ProgramError, WeftError
+from weft.errors import (
+    CheckpointNotFoundError,
+    CompilerError,
+    ConfigError,
+    ConfigWarning,
+    ProgramError,
+    WeftError,
+)
 from weft.stages.checkpoints.formats import load_config, open_checkpoint
 from weft.stages.checkpoints.loading import load
 from weft.stages.choices import pick_attention, pick_device, pick_experts, pick_leaves
@@ -28,6 +35,7 @@ from weft.transforms.cli.fields import Options
 from weft.transforms.cli.options import Bench, ModelOptions, RunOptions, Serve
 from weft.transforms.engine.engine import Engine
 from weft.transforms.engine.options import EngineLimits, Speculation
+from weft.transforms.graphs.options import check_compiler
 from weft.transforms.pipelines.transports import Transport
 from weft.transforms.pipelines.transports.distributed import Distributed
 from weft.transforms.pipelines.transports.launch import launch
@@ -242,6 +250,8 @@ def read_config(options: ModelOptions) -> ModelConfig:
         config = pick_experts(options.experts, config, ranks, call="")
         share_config(config, options.tp)
     if isinstance(options, RunOptions):
+        with options.about(f"--compiler {options.compiler}", CompilerError):
+            check_compiler("", options.compiler)
         with options.about(f"--reduction-leaves {options.reduction_leaves}", WeftError):
             pick_leaves(
                 options.reduction_leaves, config, options.batch_invariant, options.tp, call=""
@@ -369,6 +379,7 @@ def make_engine(
         limits,
         pipeline=here.num_stages,
         graph=graph,
+        compiler=None if graph == "none" else options.compiler,
         transport=here.transport,
         run_ahead=options.run_ahead,
         seed=options.seed,

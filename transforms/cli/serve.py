@@ -243,6 +243,7 @@ def _engine(here: Here, options: Serve, name: str) -> Engine:
         limits,
         pipeline=here.num_stages,
         graph=graph,
+        compiler=options.compiler,
         transport=here.transport,
         run_ahead=options.run_ahead,
         num_logprobs=min(options.max_logprobs, model.config.vocab_size),
@@ -252,7 +253,8 @@ def _engine(here: Here, options: Serve, name: str) -> Engine:
         speculation=open_drafts(options, here),
     )
     if graph != "none":
-        say(f"capturing graphs of mode {graph}")
+        by = "" if options.compiler is None else f", compiled by {options.compiler}"
+        say(f"capturing graphs of mode {graph}{by}")
     stats = engine.warm_up()
     pages = f"{counted(stats.pages_free, 'page')} of the KV cache"
     say(f"{counted(stats.captures, 'graph')}; {pages}, {byte_size(stats.kv_cache_bytes)}")

@@ -97,6 +97,15 @@ def test_split_and_graph_mode_change_no_token(run: Weft, graph: str, pp: str) ->
         assert json.loads(one)["token_ids"] == json.loads(other)["token_ids"]
 
 
+@pytest.mark.slow
+def test_a_compiler_changes_no_token(run: Weft) -> None:
+    prompt = ("--prompt", "A list is", "--json", "--max-tokens", "9")
+    _, plain, _ = run(*generate(*prompt))
+    code, out, err = run(*generate(*prompt, "--graph", "full", "--compiler", "aot_eager"))
+    assert (code, err) == (0, "")
+    assert json.loads(out)["token_ids"] == json.loads(plain)["token_ids"]
+
+
 @pytest.mark.parametrize("more", [(), ("--draft", str(DEMO)), ("--draft", str(DEMO), "--pp", "2")])
 def test_speculation_changes_no_token(run: Weft, more: tuple[str, ...]) -> None:
     prompts = (

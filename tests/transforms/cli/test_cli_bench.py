@@ -166,6 +166,9 @@ def test_a_cpu_has_graphs_only_where_they_are_asked_for(
     )
     assert command(**arguments, device="cpu").graph_mode == "none"
     assert command(**arguments, device="cpu", graph="full").graph_mode == "full"
+    if command is not Verify:
+        compiled = command(**arguments, device="cpu", compiler="inductor")
+        assert compiled.graph_mode == "full_and_piecewise"  # or nothing would be compiled
     for name, value in (("is_available", True), ("device_count", 1)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     assert command(**arguments).graph_mode == "full_and_piecewise"
@@ -472,6 +475,18 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
             " and --output-len\n  instead: leave out --workload, or --input-len and"
             " --output-len"
         ),
+    ),
+    "a compiler of no graphs": (
+        (*TINY, "--compiler", "inductor", "--graph", "none"),
+        "weft bench --compiler inductor\n  saw: no graphs to compile with --graph none",
+    ),
+    "a compiler of sums in order": (
+        (*TINY, "--compiler", "inductor", "--batch-invariant"),
+        "saw: --compiler has no effect with --batch-invariant",
+    ),
+    "an unknown compiler": (
+        (*TINY, "--compiler", "inductr"),
+        "weft bench --compiler inductr\n  saw: --compiler inductr, which is no compiler of torch",
     ),
     "no prompt": (
         (*TINY, "--num-prompts", "0"),
