@@ -1,7 +1,9 @@
 """torch's compiler, Inductor: the names of it that weft uses."""
 
+import contextlib
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -121,6 +123,55 @@ def compile_graph(
         node.meta.clear()
 
     return compiled
+
+
+@contextlib.contextmanager
+def noting_kernels(compiler: Compiler) -> Iterator[list[str]]:
+    """A context that gives a list, to which a compilation by Inductor adds the calls of kernels in
+    its code; other compilers add nothing."""
+    calls: list[str] = []
+    if compiler != "inductor":
+        yield calls
+        return
+    lowering: Any = importlib.import_module("torch._inductor.graph").GraphLowering
+    before = lowering.save_output_code
+
+    def save(code: str) -> None:
+        calls.extend(kernels_called(code))
+        if before is not None:
+            before(code)
+
+    lowering.save_output_code = staticmethod(save)
+    try:
+        yield calls
+    finally:
+        lowering.save_output_code = before and staticmethod(before)
+
+
+_ORIGINS = re.compile(r"# .*Original ATen: \[(.*)\]")
+_CALL = re.compile(r"(?:\w+ = )?((?:extern_kernels|torch\.ops|aten)\.[\w.]+|(?:cpp|triton)_\w+)")
+
+
+def kernels_called(code: str) -> list[str]:
+    """The calls of kernels in code of Inductor's, each with the operators that it computes, where
+    the code says so.
+
+    >>> kernels_called('''
+    ...     # Topologically Sorted Source Nodes: [], Original ATen: [aten.mm]
+    ...     extern_kernels.mm(arg0_1, arg1_1, out=buf0)
+    ...     cpp_fused_sin_0(buf0)''')
+    ['extern_kernels.mm  of aten.mm', 'cpp_fused_sin_0']
+    """
+    calls = []
+    origins = ""
+    for line in code.splitlines():
+        text = line.strip()
+        if match := _ORIGINS.match(text):
+            origins = f"  of {match[1]}"
+        elif line.startswith(" ") and (match := _CALL.match(text)):
+            calls.append(match[1].removesuffix(".run") + origins)
+            origins = ""
+    return calls
 
 
 def import_compiler() -> None:

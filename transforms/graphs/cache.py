@@ -21,6 +21,7 @@ from weft.batches.descriptor import check_accepted, check_descriptor
 from weft.errors import CacheMissError, CaptureError, DescriptorError
 from weft.ops.transfers.collective import others_wait
 from weft.settings import config, count_capture, may_capture, may_replay
+from weft.torchapi.inductor import compiler_name
 from weft.torchapi.private import backend_switches
 from weft.torchapi.ranges import profile_range
 from weft.transforms.graphs.backends import Backend, cuda_device, make_backend
@@ -41,9 +42,11 @@ from weft.transforms.graphs.explain import (
     Recaptures,
     nearest_miss,
     outside_name,
+    shortened,
 )
 from weft.transforms.graphs.ladder import Ladder
 from weft.transforms.graphs.listing import writer_of
+from weft.transforms.graphs.memory import class_of
 from weft.transforms.graphs.options import Graphable
 from weft.values.trees import find_descriptors
 
@@ -426,12 +429,31 @@ class Cache:
             # `explain` asks in the same order as a call, or it would name another reason.
             return Explanation(decision, False, f"runs eagerly: {decision.reason}")
         if not missing:
-            return Explanation(decision, True, f"replays: {decision.reason}")
+            compiled = self._compilation_text(self.key(call, decision))
+            return Explanation(decision, True, f"replays: {decision.reason}{compiled}")
         if self.frozen:
             verb = "would raise, because it is frozen"
         else:
             verb = "captures"
         return Explanation(decision, False, f"{verb}: {decision.reason}; {self.miss(call, key)}")
+
+    def _compilation_text(self, key: Key) -> str:
+        """By what the graph of a key is compiled, and which graphs have the same compilation; empty
+        if there is no compiler."""
+        if self.graphable.compiler is None:
+            return ""
+        graph = self.entries[key].graph
+        name = compiler_name(self.graphable.compiler)
+        if graph.program is None:
+            return f"; not compiled by {name}: {graph.why_not_compiled}"
+        siblings = [
+            class_of(sibling)
+            for sibling, entry in self.entries.items()
+            if sibling != key and entry.graph.program is graph.program
+        ]
+        if not siblings:
+            return f"; compiled by {name}"
+        return f"; compiled by {name}, with the graphs for {shortened(siblings, ', ')}"
 
     def capture(self, call: Call, decision: Decision[Any], key: Key) -> Graph:
         """Capture the graph for a call, and evict the least recently used one if there are too

@@ -31,7 +31,12 @@ from weft.transforms.graphs.calls.results import (
     refuse_opaque,
     refuse_requiring_grad,
 )
-from weft.transforms.graphs.compiler.compilations import Compilations, record_compiled
+from weft.transforms.graphs.compiler.compilations import (
+    Compilations,
+    failure_text,
+    record_compiled,
+)
+from weft.transforms.graphs.compiler.program import Program
 from weft.transforms.graphs.compiler.trace import Traced, Tracer, trace
 from weft.transforms.graphs.one_at_a_time import ONE_AT_A_TIME
 from weft.transforms.graphs.options import Graphable
@@ -74,11 +79,14 @@ class Graph:
             None for the siblings.
         buffer_bytes: the bytes that this graph added to the shared input buffers and padding
             sources.
-        operators: the number of operators that it repeats.
+        operators: the number of operators that it repeats, or that it was compiled from.
         seconds: the duration of its capture.
         last_use: the number of the last replay that used it, for finding the least recently used
             graph.
         watch: what watched the recorded run; None if nothing did.
+        program: what a compiler made of it; None: it repeats the operators as they are.
+        why_not_compiled: why the function's compiler made nothing of it; empty if it did, or if
+            there is none.
     """
 
     title: str
@@ -94,6 +102,8 @@ class Graph:
     seconds: float = 0.0
     last_use: int = 0
     watch: OperatorWatch | None = None
+    program: Program | None = None
+    why_not_compiled: str = ""
 
     def needs_autograd(self) -> bool:
         """Whether the function itself must run now, because autograd must see its operators."""
@@ -416,6 +426,8 @@ def capture(
         operators=audit.launches,
         seconds=time.perf_counter() - start,
         watch=captured.watch,
+        program=captured.program,
+        why_not_compiled="" if failure is None else failure_text(failure),
     )
 
 
@@ -430,6 +442,7 @@ class _Captured:
         outputs: the outputs of the run.
         allocated: the storages that replays allocate or overwrite, as `storage_id` gives them.
         watch: what watched the run.
+        program: what a compiler made of the run; None if it is recorded as it is.
     """
 
     recording: Any
@@ -438,6 +451,7 @@ class _Captured:
     outputs: Outputs
     allocated: Set[int]
     watch: OperatorWatch | None = None
+    program: Program | None = None
 
 
 def _record(
@@ -529,7 +543,8 @@ def _compile(
     inputs = (*call.reference_leaves, *prepared.buffers)
     allocated = {storage_id(x) for x in recording.outputs.leaves if isinstance(x, Tensor)}
     allocated -= {storage_id(x) for x in inputs if isinstance(x, Tensor)}
-    return _Captured(recording, prepared, audit, traced.outputs, allocated), None
+    captured = _Captured(recording, prepared, audit, traced.outputs, allocated, program=program)
+    return captured, None
 
 
 def _trace(

@@ -249,12 +249,17 @@ def values_text(keys: Iterable[Any]) -> str:
 
 def miss_between(new: Key, old: Key, names: Sequence[str], donated: Sequence[str]) -> Miss:
     """The difference between a call with key `new` and one with key `old`."""
-    # An iterator: with hundreds of parameters the texts that nobody reads are only counted.
-    difference_texts = differences(new, old, names)
-    shown = [*islice(difference_texts, _MOST_SHOWN)]
-    more = sum(1 for _ in difference_texts)
-    text = "; ".join([*shown, *([f"and {more} more"] if more else [])])
+    text = shortened(differences(new, old, names), "; ")
     return Miss(text, changed_between(new, old, lambda: names, donated).remedy())
+
+
+def shortened(texts: Iterable[str], separator: str) -> str:
+    """The first few texts, joined, and the number of the others."""
+    # An iterator: with hundreds of parameters the texts that nobody reads are only counted.
+    remaining = iter(texts)
+    shown = [*islice(remaining, _MOST_SHOWN)]
+    more = sum(1 for _ in remaining)
+    return separator.join([*shown, *([f"and {more} more"] if more else [])])
 
 
 def nearest_miss(

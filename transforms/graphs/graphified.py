@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from weft.errors import CaptureError
 from weft.ops.transfers.collective import current_place
 from weft.settings import is_batch_invariant, may_replay
+from weft.torchapi.inductor import Compiler
 from weft.torchapi.patches import without_attention_fast_path
 from weft.torchapi.private import (
     WithoutFunctionModes,
@@ -60,7 +61,7 @@ from weft.transforms.graphs.memory import (
     captured_graphs,
     estimate,
 )
-from weft.transforms.graphs.options import Graphable
+from weft.transforms.graphs.options import Graphable, check_compiler
 from weft.values.donation import donate
 from weft.values.trees import tree_leaves
 
@@ -368,7 +369,17 @@ class Graphified(Generic[P, R]):
                 functools.partial(self._compile, call, decision),
             )
 
-    def _compile(self, call: Call, decision: Decision[Any], lowered: "Lowered[R]") -> "Compiled[R]":
+    def _compile(
+        self,
+        call: Call,
+        decision: Decision[Any],
+        lowered: "Lowered[R]",
+        compiler: Compiler | None = None,
+    ) -> "Compiled[R]":
+        if compiler not in (None, self._graphable.compiler):
+            check_compiler(f"{self._graphable.name}.lower(...).compile(...)", compiler)
+            other = Graphified[P, R](attrs.evolve(self._graphable, compiler=compiler))
+            return other._compile(call, decision, lowered)
         call = attrs.evolve(call)  # drops the cached key: a parameter may have moved since `lower`
         with self._lock:
             key = self._cache.key(call, decision)
@@ -394,7 +405,7 @@ class Graphified(Generic[P, R]):
                 )
             return self._answer(plan, new_call, args, kwargs)
 
-        return Compiled(lowered, graph, run)
+        return Compiled(lowered, graph, self._graphable.compiler, run)
 
     def explain(self, /, *args: P.args, **kwargs: P.kwargs) -> Explanation:
         """Say whether this call would replay, capture, or run the function itself, and why, without
@@ -427,6 +438,7 @@ class Graphified(Generic[P, R]):
             self._graphable.name,
             [(key, entry.graph) for key, entry in self._cache.entries.items()],
             self._cache.info(),
+            self._graphable.compiler,
         )
 
     def memory_analysis(self) -> MemoryAnalysis:

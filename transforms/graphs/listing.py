@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from weft.torchapi.watching import OperatorWatch
-from weft.transforms.graphs.capture import Prepared
+from weft.transforms.graphs.capture import Graph, Prepared
 from weft.values.trees import tree_leaves, tree_map
 
 
@@ -189,6 +189,21 @@ class _Shown(str):
 
 def _plain(value: Any) -> str:
     return str(value).removeprefix("torch.")
+
+
+def compiled_lines(graph: Graph, compiler: str) -> Iterator[str]:
+    """What a compiler made of a graph, in lines.
+
+    Args:
+        graph: the graph.
+        compiler: the compiler's name.
+    """
+    if graph.program is None:
+        yield f"not compiled by {compiler}: {graph.why_not_compiled}"
+        return
+    yield f"compiled by {compiler}:"
+    for line in graph.program.lines:
+        yield f"  {line}"
 
 
 def writer_of(prepared: Prepared, split_at: frozenset[str]) -> Writer:

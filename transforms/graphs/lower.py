@@ -14,6 +14,7 @@ from weft.errors import CacheMissError, CaptureError
 from weft.ops.constants import kernel_kind
 from weft.ops.register import triton_version
 from weft.ops.transfers.collective import effect_of, others_wait
+from weft.torchapi.inductor import Compiler, compiler_name
 from weft.torchapi.patches import signal_capture
 from weft.torchapi.private import (
     storage_id,
@@ -26,7 +27,7 @@ from weft.transforms.graphs.calls.call import Call
 from weft.transforms.graphs.capture import Graph, audit_of, prepare
 from weft.transforms.graphs.dispatch import Decision
 from weft.transforms.graphs.explain import Miss
-from weft.transforms.graphs.listing import Listing, Writer, writer_of
+from weft.transforms.graphs.listing import Listing, Writer, compiled_lines, writer_of
 from weft.transforms.graphs.memory import MemoryAnalysis, analysis_of
 from weft.transforms.graphs.one_at_a_time import ONE_AT_A_TIME
 from weft.transforms.graphs.options import Graphable
@@ -53,11 +54,20 @@ class Lowered(Generic[R]):
     in_tree: TreeSpec
     out_tree: TreeSpec
     listing: Listing
-    _compile: Callable[["Lowered[R]"], "Compiled[R]"]
+    _compile: Callable[["Lowered[R]", Compiler | None], "Compiled[R]"]
 
-    def compile(self) -> "Compiled[R]":
-        """Capture the graph for calls of this signature, or take it from the memo."""
-        return self._compile(self)
+    def compile(self, compiler: Compiler | None = None) -> "Compiled[R]":
+        """Capture the graph for calls of this signature, or take it from the memo.
+
+        Args:
+            compiler: compiles what the graph repeats, as `graphify` takes it; the graph is then
+                this result's own, unless it is the function's compiler. None: the function's.
+
+        Raises:
+            CompilerError: torch has no such compiler; or, for a function with `strict=True`, it
+                cannot compile this one.
+        """
+        return self._compile(self, compiler)
 
     def as_text(self, form: str = "text") -> str:
         """The listing of the operators as text, or with `form="dot"` as a graph for Graphviz."""
@@ -97,6 +107,7 @@ class Compiled(Generic[R]):
 
     lowered: Lowered[R]
     _graph: Graph
+    _compiler: Compiler | None
     _run: Callable[[tuple[Any, ...], dict[str, Any]], R]
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> R:
@@ -107,8 +118,16 @@ class Compiled(Generic[R]):
         return analysis_of([self._graph])
 
     def as_text(self, form: str = "text") -> str:
-        """The listing of the operators as text, or with `form="dot"` as a graph for Graphviz."""
-        return self.lowered.as_text(form)
+        """The listing of the operators as text, or with `form="dot"` as a graph for Graphviz.
+
+        After the text of a compiled graph come the kernels that its compiler made, in order, each
+        with the operators that it computes; or, if the compiler does not show its code, the
+        operators that it compiled.
+        """
+        text = self.lowered.as_text(form)
+        if form == "text" and self._compiler is not None:
+            text = "\n".join([text, *compiled_lines(self._graph, compiler_name(self._compiler))])
+        return text
 
     def __repr__(self) -> str:
         return (
@@ -122,7 +141,7 @@ def lower(
     call: Call,
     decision: Decision[Any],
     device: torch.device,
-    compile: Callable[[Lowered[R]], Compiled[R]],
+    compile: Callable[[Lowered[R], Compiler | None], Compiled[R]],
 ) -> Lowered[R]:
     """Run a function once on its own input buffers, and list its operators.
 

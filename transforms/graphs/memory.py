@@ -13,6 +13,7 @@ from weft.batches.padding import padded_shape
 from weft.display.durations import duration
 from weft.display.plots import GREY, new_axes, rows
 from weft.display.tables import COLOURS, Table, Tabled
+from weft.torchapi.inductor import Compiler, compiler_name
 from weft.torchapi.private import storage_id
 from weft.transforms.graphs.backends import Backend
 from weft.transforms.graphs.calls.buffers import PADDING_SOURCE_BYTES, is_dense
@@ -36,7 +37,8 @@ class MemoryAnalysis:
         num_graphs: the number of graphs.
         buffer_bytes: the input buffers, which the graphs share, and their padding sources.
         graph_bytes: outputs and intermediate tensors: on a GPU the pool that the graphs share, on
-            the CPU the tensors that the tapes hold.
+            the CPU the tensors that the tapes hold; of what a compiler made for the CPU, the
+            outputs alone, since it frees the others when a call ends.
         output_bytes: the outputs, a part of `graph_bytes`.
         driver_bytes: the rest of the decrease in a GPU's free memory. The driver reuses the memory
             of dropped graphs, so this is smaller if a graph was dropped before.
@@ -278,13 +280,15 @@ class CapturedGraph:
         of: the class that it was captured for; without a ladder, the shapes of the copied
             arguments.
         pieces: the number of pieces.
-        operators: the number of operators that a replay repeats: those that compute or write. On a
-            GPU each is one kernel or a few.
+        operators: the number of operators that a replay repeats, or that it was compiled from:
+            those that compute or write. On a GPU each is one kernel or a few, unless compiled.
         buffer_bytes: the bytes that this graph added to the input buffers and padding sources;
             often few, because the buffers of a class lie inside those of a larger one.
         graph_bytes: its outputs and intermediate tensors; if graphs share a pool, the bytes that
             this one added.
         seconds: the duration of its capture.
+        compiled: the compiler, and the first graph that has the same compilation, if that is an
+            earlier one; or why it is not compiled; empty if there is no compiler.
     """
 
     mode: str
@@ -294,23 +298,28 @@ class CapturedGraph:
     buffer_bytes: int
     graph_bytes: int
     seconds: float
+    compiled: str = ""
 
     @classmethod
-    def make(cls, key: Key, graph: Graph) -> "CapturedGraph":
-        """Make one from a graph and its key."""
-        if key.descriptor is None:
-            of = _shapes(key)
-        else:
-            of = str(key.descriptor)
+    def make(cls, key: Key, graph: Graph, compiled: str) -> "CapturedGraph":
+        """Make one from a graph, its key, and what a compiler made of it."""
         recording = graph.recording
+        counts = (recording.num_pieces, graph.operators)
         sizes = (graph.buffer_bytes, graph.recording.nbytes)
-        return cls(key.mode, of, recording.num_pieces, graph.operators, *sizes, graph.seconds)
+        return cls(key.mode, class_of(key), *counts, *sizes, graph.seconds, compiled)
 
     def cells(self) -> tuple[str, ...]:
         """The cells of its row as text, one per column of `HEADER`."""
         counts = (f"{self.pieces}", f"{self.operators}")
         sizes = (self.buffer_bytes, self.graph_bytes)
         return self.mode, self.of, *counts, *map(size_text, sizes), f"{self.seconds * 1e3:.1f} ms"
+
+
+def class_of(key: Key) -> str:
+    """The class for which a graph is captured; without a ladder, the shapes of what it copies."""
+    if key.descriptor is None:
+        return _shapes(key)
+    return str(key.descriptor)
 
 
 def _shapes(key: Key) -> str:
@@ -353,9 +362,14 @@ class CapturedGraphs(Tabled):
             (self.info.eager, "eager call"),
         )
         counts_text = ", ".join(f"{count} {noun}{'s' * (count != 1)}" for count, noun in counts)
+        header: tuple[str, ...] = HEADER
+        rows: list[tuple[str, ...]] = [graph.cells() for graph in self.graphs]
+        if any(graph.compiled for graph in self.graphs):
+            header = (*header, "compiled by")
+            rows = [(*row, x.compiled) for row, x in zip(rows, self.graphs, strict=True)]
         return Table(
-            HEADER,
-            tuple(graph.cells() for graph in self.graphs),
+            header,
+            tuple(rows),
             f"graphify({self.name}): {counts_text}",
         )
 
@@ -400,9 +414,24 @@ class CapturedGraphs(Tabled):
 
 
 def captured_graphs(
-    name: str, graphs: Iterable[tuple[Key, Graph]], info: CacheInfo
+    name: str,
+    graphs: Iterable[tuple[Key, Graph]],
+    info: CacheInfo,
+    compiler: Compiler | None = None,
 ) -> CapturedGraphs:
     """List the graphs, in the order of capture."""
-    return CapturedGraphs(
-        name, tuple(CapturedGraph.make(key, graph) for key, graph in graphs), info
-    )
+    pairs = [*graphs]
+    rows = [CapturedGraph.make(*pair, _compiled(pair[1], pairs, compiler)) for pair in pairs]
+    return CapturedGraphs(name, tuple(rows), info)
+
+
+def _compiled(graph: Graph, graphs: Sequence[tuple[Key, Graph]], compiler: Compiler | None) -> str:
+    """What a compiler made of one of these graphs, as text."""
+    if compiler is None:
+        return ""
+    if graph.program is None:
+        return f"nothing: {graph.why_not_compiled}"
+    first_key, first = next(pair for pair in graphs if pair[1].program is graph.program)
+    if first is graph:
+        return compiler_name(compiler)
+    return f"{compiler_name(compiler)}, with {class_of(first_key)}"

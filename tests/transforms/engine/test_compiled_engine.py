@@ -38,6 +38,8 @@ def test_tokens_do_not_change(compiler: str, num_stages: int) -> None:
     )
     assert tokens(engine) == tokens(Engine(small_model(), LIMITS, graph="none"))
     assert engine.stats().captures > 0
+    every = [one.compiled for graph in engine.graphs for one in graph.graphs().graphs]
+    assert all(text.startswith(compiler) for text in every)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

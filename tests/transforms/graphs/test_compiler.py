@@ -19,6 +19,7 @@ import weft
 from weft.errors import CaptureError, CompilerError, VerificationError
 from weft.ops.requests import move_on
 from weft.proofs import assert_equal
+from weft.proofs._strategies.compositions.layers import LAYERS
 from weft.torchapi.faking import fake_tensors
 from weft.transforms.graphs.compiler import parts
 from weft.transforms.graphs.compiler.compilations import Compilations
@@ -310,17 +311,56 @@ def test_a_ladder_is_one_compilation(compiler: str) -> None:
     assert compilations(g) == 1
 
 
+WEIGHTS = {n: float(n % 5) for n in range(64)}
+
+
+def weigh(signal: Signal) -> Signal:
+    """Multiplies by a number that follows no size, so that each class is compiled for itself."""
+    return Signal(signal.length, signal.x * WEIGHTS[signal.length.steps])
+
+
 def test_a_number_that_follows_no_size_is_compiled_for_its_class() -> None:
-    weights = {n: float(n % 5) for n in range(64)}
-
-    def fn(signal: Signal) -> Signal:
-        return Signal(signal.length, signal.x * weights[signal.length.steps])
-
-    g = compiled(fn, ladder=LADDER)
+    g = compiled(weigh, ladder=LADDER)
     for n in (40, 24, 16):
         signal = Signal(Length(n), torch.randn(n, 4))
-        assert_equal(LAW, g(signal), fn(signal))
+        assert_equal(LAW, g(signal), weigh(signal))
     assert compilations(g) == 3
+
+
+def test_it_says_what_is_compiled_and_with_which_classes() -> None:
+    signals = [Signal(Length(n), torch.randn(n, 4)) for n in (40, 24, 1)]
+    g = compiled(attend, ladder=[*LADDER, Length(1)], strict=False)
+    assert "compiled" not in g.explain(signals[0]).reason
+    for signal in signals:
+        g(signal)
+    first, second, alone = (g.explain(signal).reason for signal in signals)
+    assert first.endswith("; compiled by aot_eager, with the graphs for Length(steps=24)")
+    assert second.endswith("; compiled by aot_eager, with the graphs for Length(steps=40)")
+    assert alone.endswith("; compiled by aot_eager")
+    assert [row.compiled for row in g.graphs().graphs] == [
+        "aot_eager",
+        "aot_eager, with Length(steps=40)",
+        "aot_eager",
+    ]
+
+
+@pytest.mark.parametrize("name", ["pipeline", "microbatch", "scan", "shard, all_reduce"])
+def test_nests_are_compiled(name: str) -> None:
+    def fn(x: Tensor) -> Tensor:
+        return torch.tanh(x @ x.T)
+
+    layer = LAYERS[name]
+    outside = compiled(layer.apply(fn))
+    inside = compiled(fn)
+    # Ranks of a shard run the function itself, where a graph would hide it from them.
+    is_inline = layer.kind == "shard"
+    nest = layer.apply(inside)
+    for x in (torch.randn(16, 16), torch.randn(16, 16)):
+        expected = layer.meaning(fn)(x)
+        assert_equal(LAW, outside(x), expected, exact=False)
+        assert_equal(LAW, nest(x), expected, exact=False)
+    assert [row.compiled for row in outside.graphs().graphs] == ["aot_eager"]
+    assert [row.compiled for row in inside.graphs().graphs] == ["aot_eager"] * (not is_inline)
 
 
 def test_a_class_that_computes_in_another_way_has_a_compilation_of_its_own() -> None:
@@ -474,6 +514,46 @@ def test_what_cannot_be_compiled_says_so_once_and_runs() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_equal(LAW, g(X[:, :2]), through_sparse(X[:, :2]))
+
+
+def test_it_says_why_something_is_not_compiled() -> None:
+    g = graphify(through_sparse, compiler="aot_eager")
+    with pytest.warns(RuntimeWarning, match="runs without compiler"):
+        g(X)
+    [row] = g.graphs().graphs
+    problem = row.compiled.removeprefix("nothing: ")
+    assert problem.startswith("a tensor of class Tensor, torch.sparse")
+    assert g.explain(X).reason.endswith(f"; not compiled by aot_eager: {problem}")
+    text = g.lower(X).compile().as_text()
+    assert text.endswith(f"\nnot compiled by aot_eager: {problem}")
+
+
+@pytest.mark.parametrize(
+    ("compiler", "calls"),
+    [
+        ("aot_eager", ["aten::mm", "aten::sin", "aten::mul"]),
+        pytest.param(
+            "inductor",
+            ["extern_kernels.mm  of aten.mm", "cpp_fused_mul_sin_0"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_lowered_function_is_compiled(compiler: str, calls: list[str]) -> None:
+    g = graphify(lambda x, w: torch.sin(x @ w) * 2)
+    w = torch.randn(4, 4)
+    lowered = g.lower(X, w)
+    graph = lowered.compile(compiler=compiler)
+    assert_equal(LAW, graph(X + 1, w), torch.sin((X + 1) @ w) * 2, exact=False)
+    assert graph.as_text().splitlines() == [
+        *lowered.as_text().splitlines(),
+        f"compiled by {compiler}:",
+        *(f"  {call}" for call in calls),
+    ]
+    assert graph.memory_analysis().graph_bytes == X.nbytes
+    assert counts(g) == (0, 0, 0)
+    with pytest.raises(CompilerError, match=r"lower\(...\).compile\(...\)\n.*'inductr'"):
+        lowered.compile(compiler="inductr")
 
 
 def test_a_batch_invariant_part_is_not_compiled() -> None:

@@ -113,10 +113,7 @@ class Compilations:
         Raises:
             CompilerError: the function is strict.
         """
-        text = next(iter(str(error).strip().splitlines()), "")
-        problem = f"{text:.200}"
-        if not isinstance(error, Untraceable):
-            problem = f"{type(error).__name__}: {problem}"
+        problem = failure_text(error)
         if graphable.strict:
             instead = (
                 "operators that the compiler takes; compiler='aot_eager' shows whether the fault is"
@@ -212,6 +209,14 @@ def _is_whole(operation: Operation, split_at: Set[str]) -> bool:
         or is_collective(func)
         or func._schema.name in split_at
     )
+
+
+def failure_text(error: Exception) -> str:
+    """Why a function is captured uncompiled, in one line."""
+    text = next(iter(str(error).strip().splitlines()), "")
+    if isinstance(error, Untraceable):
+        return f"{text:.200}"
+    return f"{type(error).__name__}: {text:.200}"
 
 
 def record_compiled(

@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import Tensor, fx
 
-from weft.torchapi.inductor import Compiler, Symbols, compile_graph
+from weft.torchapi.inductor import Compiler, Symbols, compile_graph, noting_kernels
 from weft.torchapi.private import BelowAutograd, WithoutAutocast, WithoutFunctionModes
 from weft.transforms.graphs.backends.loops import current_looper
 from weft.transforms.graphs.compiler.parts import Part, Parts, Repeat
@@ -34,12 +34,15 @@ class Call:
         run: takes the sizes that are symbols, then tensors; returns tensors.
         takes: the numbers of the values that it takes.
         gives: the numbers of those that it returns.
+        lines: the calls in its code, as text: of kernels, with the operators that each computes;
+            for a compiler that does not show its code, the operators that it compiled.
         drops: the numbers of the values that nothing needs after it.
     """
 
     run: Callable[..., Sequence[Tensor]]
     takes: tuple[int, ...]
     gives: tuple[int, ...]
+    lines: tuple[str, ...]
     drops: tuple[int, ...] = ()
 
     def __call__(self, values: Values, sizes: Sizes) -> None:
@@ -71,6 +74,11 @@ class OperatorCall:
         """The operator's name."""
         name: str = self.operations[-1].func._schema.name
         return name
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The call as text."""
+        return (f"{self.name}, as it is",)
 
     def __call__(self, values: Values, sizes: Sizes) -> None:
         """Run it on values, and add its results to them."""
@@ -107,6 +115,11 @@ class LoopCall:
     takes: tuple[int, ...]
     drops: tuple[int, ...] = ()
     gives: tuple[int, ...] = ()
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The loop as text."""
+        return ("in a loop:", *(f"  {line}" for call in self.calls for line in call.lines))
 
     def __call__(self, values: Values, sizes: Sizes) -> None:
         """Repeat them; in a capture, record how to."""
@@ -162,6 +175,11 @@ class Program:
     def operators(self) -> list[str]:
         """The names of the operators that it calls as they are."""
         return [call.name for call in _flat(self.calls) if isinstance(call, OperatorCall)]
+
+    @property
+    def lines(self) -> list[str]:
+        """What it calls, in order, as text."""
+        return [line for call in self.calls for line in call.lines]
 
     @property
     def crossing(self) -> set[int]:
@@ -247,9 +265,12 @@ def _compiled(
             graph = _Graph(trace, symbols, numbers)
             for operation in operations:
                 graph.add(operation)
-            run = graph.compile(gives, compiler, combine=part.is_combined)
+            with noting_kernels(compiler) as kernels:
+                run = graph.compile(gives, compiler, combine=part.is_combined)
+            computing = (x.func for x in operations if x.func.namespace != "prim")
+            lines = tuple(kernels or [func._schema.name for func in computing])
             for names in part.calls:
-                yield Call(run, _renamed(graph.takes, names), _renamed(gives, names))
+                yield Call(run, _renamed(graph.takes, names), _renamed(gives, names), lines)
 
 
 def _renamed(numbers: Iterable[int], names: dict[int, int]) -> tuple[int, ...]:
