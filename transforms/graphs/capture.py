@@ -38,6 +38,7 @@ from weft.transforms.graphs.compiler.compilations import (
 )
 from weft.transforms.graphs.compiler.program import Program
 from weft.transforms.graphs.compiler.trace import Traced, Tracer, trace
+from weft.transforms.graphs.dispatch import Decision
 from weft.transforms.graphs.one_at_a_time import ONE_AT_A_TIME
 from weft.transforms.graphs.options import Graphable
 from weft.transforms.graphs.outside import Outside, PythonState
@@ -359,10 +360,7 @@ def capture(
     input_buffers = backend.input_buffers
     # The pool is shared by all graphs, so a graph is charged only with what it adds.
     before = backend.input_buffers.nbytes
-    if mode == "piecewise":
-        split_at = graphable.split_at
-    else:
-        split_at = frozenset()
+    split_at = _split_at(graphable, mode)
     with ONE_AT_A_TIME:
         captured = None
         failure: Exception | None = None
@@ -429,6 +427,13 @@ def capture(
         program=captured.program,
         why_not_compiled="" if failure is None else failure_text(failure),
     )
+
+
+def _split_at(graphable: Graphable, mode: str) -> frozenset[str]:
+    """The operators that stay outside the graphs of a mode."""
+    if mode == "piecewise":
+        return graphable.split_at
+    return frozenset()
 
 
 @attrs.frozen(eq=False)
@@ -510,14 +515,17 @@ def _compile(
     descriptor: Any,
     backend: Backend,
     compilations: Compilations,
+    *,
+    records: bool = True,
 ) -> tuple[_Captured | None, Exception | None]:
-    """Compile a function, and record what the compiler made; or return why it cannot be
-    compiled."""
+    """Compile a function, and record what the compiler made if `records`; or return why it cannot
+    be compiled."""
     # On other pools than the back end's: most classes are traced for their sizes only.
     trace_class = partial(_trace, graphable, call, backend)
     siblings = _similar_classes(graphable, call, mode, descriptor)
     try:
-        traced, prepared, audit = trace_class(descriptor, backend.input_buffers)
+        buffers = backend.input_buffers if records else InputBufferPool()
+        traced, prepared, audit = trace_class(descriptor, buffers)
         sizes = sizes_of(prepared.axes, descriptor)
         program = compilations.program_for(
             traced,
@@ -535,6 +543,8 @@ def _compile(
     except Exception as error:
         clear_frames(error)  # they hold the tensors of the trace
         return None, error
+    if not records:
+        return None, None
     donated = [x for x in call.reference_leaves[: call.num_donated] if isinstance(x, Tensor)]
     donated = [x for x in donated if is_saved(x, descriptor)]
     recording = record_compiled(
@@ -545,6 +555,25 @@ def _compile(
     allocated -= {storage_id(x) for x in inputs if isinstance(x, Tensor)}
     captured = _Captured(recording, prepared, audit, traced.outputs, allocated, program=program)
     return captured, None
+
+
+def compile_class(
+    graphable: Graphable,
+    call: Call,
+    decision: Decision[Any],
+    backend: Backend,
+    compilations: Compilations,
+) -> None:
+    """Compile a function for a class, for its capture later on. If it cannot be compiled, that
+    capture says so.
+
+    Raises:
+        CaptureError: the function cannot be captured.
+    """
+    mode, descriptor = decision.mode, decision.descriptor
+    with ONE_AT_A_TIME:
+        split_at = _split_at(graphable, mode)
+        _compile(graphable, call, split_at, mode, descriptor, backend, compilations, records=False)
 
 
 def _trace(

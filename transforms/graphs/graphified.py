@@ -6,7 +6,7 @@ import functools
 import threading
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 import attrs
@@ -42,6 +42,7 @@ from weft.transforms.graphs.calls.fast_path import Missed, modes_around
 from weft.transforms.graphs.calls.key import CacheInfo, without_grad_mode
 from weft.transforms.graphs.calls.method import Method
 from weft.transforms.graphs.calls.results import keep_in_place
+from weft.transforms.graphs.capture import compile_class
 from weft.transforms.graphs.dispatch import Decision
 from weft.transforms.graphs.explain import Explanation, miss_between
 from weft.transforms.graphs.ladder import Ladder
@@ -319,13 +320,7 @@ class Graphified(Generic[P, R]):
                 "call it, and it captures what each call needs",
             )
         with self._lock:
-            bar: dict[str, Any] = {
-                "unit": "graph",
-                "leave": False,
-                "disable": None,
-                "delay": _PROGRESS_BAR_DELAY,
-            }
-            for decision in tqdm(rungs, desc=f"capture {self._graphable.name}", **bar):
+            for decision in _with_bar(rungs, f"capture {self._graphable.name}"):
                 if self._cache.find(key := self._cache.key(call, decision)) is None:
                     try:
                         self._cache.capture(call, decision, key)
@@ -336,17 +331,24 @@ class Graphified(Generic[P, R]):
 
     def compile_ahead(self, /, *args: P.args, **kwargs: P.kwargs) -> None:
         """Compile the kernels that `capture` will launch, several at once, with a progress bar; or
-        the kernels of the call itself, if no class of the ladder covers it. On a CPU it does
-        nothing.
+        the kernels of the call itself, if no class of the ladder covers it. On a CPU there are none.
+        With a `compiler`, what `capture` will record is compiled too, class by class, on any device.
 
         Nothing is captured, and no state changes. The function runs once per class, with zeros as
         the results of weft's own operators, so it should consist of these operators (transfers
         excepted). Without `compile_ahead`, a capture compiles its kernels one after another.
         """
         call = self._example(args, kwargs)
+        cache = self._cache
         with self._lock:
-            if self._cache.backend_for(call).device.type == "cuda":
-                compile_ahead(self._graphable, call, self._cache)
+            if cache.compilations is not None and cache.decide(call).mode != "none":
+                missing = [
+                    rung for rung in cache.rungs(call) if cache.find(cache.key(call, rung)) is None
+                ]
+                backend = cache.backend_for(call)
+                for rung in _with_bar(missing, f"compile {self._graphable.name}"):
+                    compile_class(self._graphable, call, rung, backend, cache.compilations)
+        compile_kernels(self, *args, **kwargs)
 
     def lower(self, /, *args: P.args, **kwargs: P.kwargs) -> "Lowered[R]":
         """Run the function once on its own buffers, without side effects, and list its operators.
@@ -459,6 +461,7 @@ class Graphified(Generic[P, R]):
                 call,
                 self._cache.rungs(call),
                 lambda: self._cache.new_backend(call),
+                self._cache.compilations,
             )
 
     def cache_clear(self) -> None:
@@ -476,6 +479,28 @@ class Graphified(Generic[P, R]):
 
     def __repr__(self) -> str:
         return f"<graphify({self._graphable.name}), {len(self._cache.entries)} graphs>"
+
+
+def _with_bar(rungs: Sequence[Decision[Any]], description: str) -> Iterable[Decision[Any]]:
+    """Classes, with a progress bar while they are gone through."""
+    bar: Iterable[Decision[Any]] = tqdm(
+        rungs,
+        desc=description,
+        unit="graph",
+        leave=False,
+        disable=None,
+        delay=_PROGRESS_BAR_DELAY,
+    )
+    return bar
+
+
+def compile_kernels(graphified: Graphified[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> None:
+    """`Graphified.compile_ahead` without the part of a `compiler`, which would compile its own
+    kernels in a context of `compiling_at_once`."""
+    call = graphified._example(args, kwargs)
+    with graphified._lock:
+        if graphified._cache.backend_for(call).device.type == "cuda":
+            compile_ahead(graphified._graphable, call, graphified._cache)
 
 
 def rehearse_call(graphified: Graphified[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> None:

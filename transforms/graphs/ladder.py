@@ -326,8 +326,9 @@ def make_ladder(
 
     A batch that no class covers runs eagerly.
 
-    Making a ladder captures nothing. On a CPU, its graphs save no time: they pad, and keep
-    intermediate tensors, to find mistakes that a GPU would show. To serve on a CPU, use mode `none`
+    Making a ladder captures nothing. On a CPU, its graphs save no time unless they are compiled
+    (`graphify(..., compiler="inductor")`): they pad, and keep intermediate tensors, to find
+    mistakes that a GPU would show. To serve on a CPU, use mode `none`
     (`graph="none"`). There, capturing the classes of the demo takes about 1 s and 8 MiB in mode
     `full`, 2 s and 240 MiB in `full_and_piecewise`.
 

@@ -4,6 +4,7 @@ trial captures."""
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -20,6 +21,7 @@ from weft.transforms.graphs.calls.buffers import PADDING_SOURCE_BYTES, is_dense
 from weft.transforms.graphs.calls.call import Call
 from weft.transforms.graphs.calls.key import CacheInfo, Key, LeafKey
 from weft.transforms.graphs.capture import Graph, capture
+from weft.transforms.graphs.compiler.compilations import Compilations
 from weft.transforms.graphs.dispatch import Decision
 from weft.transforms.graphs.options import Graphable
 from weft.values.trees import leaf_axes
@@ -133,17 +135,20 @@ def estimate(
     call: Call,
     rungs: Sequence[Decision[Any]],
     new_backend: Callable[[], Backend],
+    compilations: Compilations | None = None,
 ) -> MemoryEstimate:
     """Capture a few classes of each mode, in the order of the ladder and in one pool, and
     interpolate the others.
 
     The memory of a class between two captured ones is interpolated by the size of its inputs. The
     first capture of a process also loads kernels, which stay loaded. So the first class is captured
-    twice, and only the second capture counts.
+    twice, and only the second capture counts. With `compilations`, what is captured is compiled
+    first, as it will be, and later captures share these compilations.
     """
     if not rungs:
         return MemoryEstimate(0, 0, 0, 0, 0)
-    capture(graphable, call, rungs[0].mode, rungs[0].descriptor, new_backend())
+    trial = partial(capture, graphable, call, compilations=compilations)
+    trial(rungs[0].mode, rungs[0].descriptor, new_backend())
     backend = new_backend()
     graph_bytes = 0
     driver_bytes = 0
@@ -153,10 +158,7 @@ def estimate(
     # Modes in the order of the ladder, since the first capture of the whole pays for the pool.
     for mode in dict.fromkeys(rung.mode for rung in rungs):
         group = [rung for rung in rungs if rung.mode == mode]
-        graphs = {
-            i: capture(graphable, call, mode, group[i].descriptor, backend)
-            for i in sample_indices(len(group))
-        }
+        graphs = {i: trial(mode, group[i].descriptor, backend) for i in sample_indices(len(group))}
         kept += graphs.values()
         sizes = [input_bytes(call, rung.descriptor) for rung in group]
         # Without the first class, which pays for the shared pool.

@@ -327,6 +327,29 @@ def test_a_number_that_follows_no_size_is_compiled_for_its_class() -> None:
     assert compilations(g) == 3
 
 
+def test_what_is_compiled_ahead_is_not_compiled_again() -> None:
+    signal = Signal(Length(5), torch.randn(5, 4))
+    g = compiled(weigh, ladder=LADDER)
+    g.compile_ahead(signal)
+    assert (compilations(g), counts(g)) == (len(LADDER), (0, 0, 0))
+    g.capture(signal)
+    assert_equal(LAW, g(signal), weigh(signal))
+    assert compilations(g) == len(LADDER)
+
+
+def test_an_estimate_is_of_what_is_captured() -> None:
+    signal = Signal(Length(5), torch.randn(5, 4))
+    g = compiled(attend, ladder=LADDER)
+    estimate = g.memory_estimate(signal)
+    g.capture(signal)
+    measured = g.memory_analysis()
+    assert estimate.total_bytes == measured.total_bytes
+    # Nothing but the results and the buffers: what is computed in between is freed.
+    rows = sum(length.steps for length in LADDER)
+    assert (measured.graph_bytes, measured.buffer_bytes) == (rows * 16, 2 * 40 * 16)
+    assert compilations(g) == 1
+
+
 def test_it_says_what_is_compiled_and_with_which_classes() -> None:
     signals = [Signal(Length(n), torch.randn(n, 4)) for n in (40, 24, 1)]
     g = compiled(attend, ladder=[*LADDER, Length(1)], strict=False)
@@ -361,6 +384,23 @@ def test_nests_are_compiled(name: str) -> None:
         assert_equal(LAW, nest(x), expected, exact=False)
     assert [row.compiled for row in outside.graphs().graphs] == ["aot_eager"]
     assert [row.compiled for row in inside.graphs().graphs] == ["aot_eager"] * (not is_inline)
+
+
+def test_torch_s_switches_are_those_of_the_compilation() -> None:
+    switches = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+        switches.append(torch.are_deterministic_algorithms_enabled())
+        return graph.forward
+
+    g = compiled(lambda x: x * 2, compiler=backend)
+    g(X)
+    torch.use_deterministic_algorithms(True)
+    try:
+        g(X)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert switches == [False, True]
 
 
 def test_a_class_that_computes_in_another_way_has_a_compilation_of_its_own() -> None:

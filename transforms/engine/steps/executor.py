@@ -17,7 +17,7 @@ from weft.torchapi.private import to_device
 from weft.transforms.engine.steps.classes import Classes
 from weft.transforms.engine.steps.results import FinishedWork
 from weft.transforms.engine.steps.step import DeviceWork, Edits, Work, apply_edits
-from weft.transforms.graphs.graphified import Graphified, rehearse_call
+from weft.transforms.graphs.graphified import Graphified, compile_kernels, rehearse_call
 from weft.transforms.graphs.lower import compiling_at_once
 from weft.transforms.graphs.memory import MemoryEstimate
 from weft.transforms.pipelines.microbatch import class_text
@@ -160,7 +160,7 @@ def _compile_ahead(executor: Executor) -> None:
             *executor.examples(),
             *_padding(executor, executor.classes.without_graph),
         ):
-            graph.compile_ahead(*example)
+            compile_kernels(graph, *example)
 
 
 def _padding(executor: Executor, classes: Iterable[BatchDescriptor]) -> Iterator[Example]:

@@ -2,6 +2,7 @@
 compiler made."""
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from weft.errors import CompilerError
 from weft.torchapi.inductor import Compiler
-from weft.torchapi.private import storage_id, unowned
+from weft.torchapi.private import storage_id, switches, unowned
 from weft.transforms.graphs.backends.audit import Audit
 from weft.transforms.graphs.backends.cuda import CudaBackend
 from weft.transforms.graphs.backends.operators import is_collective
@@ -86,10 +87,32 @@ class Compilation:
     Args:
         trace: the trace, with expressions in place of the numbers that follow sizes.
         program: what the compiler made.
+        split_at: the operators that it calls as they are.
+        switches: torch's switches by name, which a compiler may consult.
     """
 
     trace: Trace
     program: Program
+    split_at: Set[str]
+    switches: tuple[tuple[str, Any], ...] = attrs.field(factory=switches)
+
+    def fits(self, traced: Traced, sizes: Sizes, split_at: Set[str]) -> bool:
+        """Whether the program is one for this run, of a class of these sizes."""
+        program = self.program
+        if program.outputs != traced.numbers or self.switches != switches():
+            return False
+        if self.split_at != split_at:
+            return False
+        try:
+            check_instance(traced.trace(), self.trace, sizes, program.crossing)
+        except NotShared:
+            return False
+        return True
+
+
+# The most compilations for one class each that are kept for later captures. A ladder has fewer
+# classes that share with no other one.
+_MOST_KEPT = 64
 
 
 @attrs.define(eq=False)
@@ -99,10 +122,13 @@ class Compilations:
     Args:
         compiler: the compiler.
         shared: those that several classes may share.
+        unshared: the latest of those that are for one class each, for captures of the same
+            operators: after `compile_ahead` or an estimate of memory, or of other parameters.
     """
 
     compiler: Compiler
     shared: list[Compilation] = attrs.field(factory=list)
+    unshared: deque[Compilation] = attrs.field(factory=lambda: deque(maxlen=_MOST_KEPT))
     count: int = 0
     """The number of compilations, shared or not."""
     warned: bool = False
@@ -147,18 +173,16 @@ class Compilations:
             split_at: the operators that are called as they are.
         """
         trace = traced.trace()
-        for compilation in self.shared:
-            program = compilation.program
-            if program.outputs == traced.numbers and program.is_for(sizes):
-                try:
-                    check_instance(trace, compilation.trace, sizes, program.crossing)
-                except NotShared:
-                    continue
-                return program
+        shared = (one for one in self.shared if one.program.is_for(sizes))
+        for compilation in (*shared, *self.unshared):
+            if compilation.fits(traced, sizes, split_at):
+                return compilation.program
         self.count += 1
-        if siblings and (shared := self._shared(traced, trace, sizes, siblings, split_at)):
-            return shared
-        return self._compile(trace, traced.numbers, split_at)
+        if siblings and (program := self._shared(traced, trace, sizes, siblings, split_at)):
+            return program
+        program = self._compile(trace, traced.numbers, split_at)
+        self.unshared.append(Compilation(trace.without_tensors(), program, split_at))
+        return program
 
     def _compile(
         self,
@@ -194,7 +218,7 @@ class Compilations:
             return None
         if not program.is_for(sizes):
             return None
-        self.shared.append(Compilation(general.without_tensors(), program))
+        self.shared.append(Compilation(general.without_tensors(), program, split_at))
         return program
 
 
