@@ -77,6 +77,7 @@ def accesses(lines: list[str]) -> list[list[str]]:
     return groups
 
 
+@pytest.mark.one_of(1, 2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ahead", "early"), [(0, False), (1, False), (1, True), (4, False), (4, True)]
