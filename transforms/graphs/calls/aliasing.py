@@ -139,7 +139,7 @@ def _nearby(tensors: dict[int, Tensor]) -> dict[int, list[int]]:
         for _, other in open_spans:
             nearby[max(index, other)].append(min(index, other))
         open_spans.append((stop, index))
-    return {i: sorted(others) for i, others in nearby.items()}
+    return {i: sorted(indices) for i, indices in nearby.items()}
 
 
 def refuse_donated_twice(call: Arguments, name: str, first: int) -> None:

@@ -164,7 +164,7 @@ class _Candidates:
         self.operations = self._find()
 
     def _find(self) -> list[Operation]:
-        found: list[Operation] = []
+        waiting: list[Operation] = []
         # Of the operators further down that are no candidates: the values that they read, the
         # memory that they read or write, and the memory that they write.
         read = set[int]()
@@ -178,12 +178,12 @@ class _Candidates:
             else:
                 may_wait = memory.isdisjoint(written) and changed.isdisjoint(touched)
             if may_wait and id(operation) not in self._excluded and _is_elementwise(operation):
-                found.append(operation)
+                waiting.append(operation)
             else:
                 read.update(operation.reads)
                 touched |= memory | changed
                 written |= self._memory(operation.writes)
-        return found[::-1]
+        return waiting[::-1]
 
     def _memory(self, numbers: Iterable[int]) -> set[int]:
         return {self._values[number].base for number in numbers}
@@ -291,8 +291,8 @@ class _Form:
             )
             for x in operations
         ]
-        made = {number for x in operations for number in x.makes}
-        return tuple(described), tuple(self._kind(number, made) for number in self.numbers)
+        results = {number for x in operations for number in x.makes}
+        return tuple(described), tuple(self._kind(number, results) for number in self.numbers)
 
     def _described(self, value: Any) -> Any:
         if isinstance(value, Ref):
@@ -311,9 +311,9 @@ class _Form:
             self.numbers.append(number)
         return self._positions[number]
 
-    def _kind(self, number: int, made: Set[int]) -> tuple[Any, ...]:
+    def _kind(self, number: int, results: Set[int]) -> tuple[Any, ...]:
         value = self._values[number]
         base = self._positions[value.base]
         literal = number if number in self._literals else None
         kind = (value.geometry, value.dtype, value.device, value.is_plain)
-        return base, *kind, number in made, literal
+        return base, *kind, number in results, literal

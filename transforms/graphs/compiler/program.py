@@ -252,7 +252,7 @@ def _compiled(
     compiler: Compiler,
 ) -> Iterator[AnyCall]:
     """The calls for parts, after which the values with these numbers are needed."""
-    for part, gives in zip(parts, flow.given(parts, outputs), strict=True):
+    for part, gives in zip(parts, flow.returned(parts, outputs), strict=True):
         if isinstance(part, Repeat):
             takes = tuple(flow.takes(part))
             calls = [*_compiled(part.parts, (), flow, trace, symbols, compiler)]
@@ -336,9 +336,9 @@ class _Flow:
     def takes(self, part: Part | Operation | Repeat) -> Iterator[int]:
         """The numbers of the values that a part takes."""
         if isinstance(part, Repeat):
-            made = {*part.loop.makes}
+            inner = {*part.loop.makes}
             numbers = [x for inner in part.parts for x in self.takes(inner)]
-            yield from (x for x in (part.loop.flag, *part.loop.carry, *numbers) if x not in made)
+            yield from (x for x in (part.loop.flag, *part.loop.carry, *numbers) if x not in inner)
         else:
             _, numbers = self.complete(_operations(part))
             for names in _names(part):
@@ -352,8 +352,8 @@ class _Flow:
         for part in reversed(parts):
             operations = _operations(part)
             for names in _names(part):
-                made = _renamed([x for op in operations for x in op.makes], names)
-                late.update(x for x in made if self._values[x].base in written)
+                makes = _renamed([x for op in operations for x in op.makes], names)
+                late.update(x for x in makes if self._values[x].base in written)
             for names in _names(part):
                 writes = _renamed([x for op in operations for x in op.writes], names)
                 written |= {self._values[x].base for x in writes}
@@ -363,16 +363,16 @@ class _Flow:
             if number in late and self._is_derived(number)
         ]
 
-    def given(self, parts: Parts, outputs: Iterable[int]) -> list[list[int]]:
+    def returned(self, parts: Parts, outputs: Iterable[int]) -> list[list[int]]:
         """For each part, the numbers of the values that it returns."""
         needed = set(outputs)
         result: list[list[int]] = []
         for part in reversed(parts):
-            made = [number for x in _operations(part) for number in x.makes]
+            makes = [number for x in _operations(part) for number in x.makes]
             names = _names(part)
-            result.append([x for x in made if any(of.get(x, x) in needed for of in names)])
+            result.append([x for x in makes if any(of.get(x, x) in needed for of in names)])
             for of in names:
-                needed.difference_update(_renamed(made, of))
+                needed.difference_update(_renamed(makes, of))
             needed.update(self.takes(part))
         return result[::-1]
 
@@ -409,11 +409,11 @@ class _Graph:
             self._sizes[name] = self._placeholder(f"size_{name}", symbol)
         inputs = {x.number: x for x in trace.inputs}
         for number in takes:
-            given = inputs.get(number)
-            if given is not None and given.is_literal and _is_number(given.tensor):
-                self._nodes[number] = self._number(given.tensor)
+            source = inputs.get(number)
+            if source is not None and source.is_literal and _is_number(source.tensor):
+                self._nodes[number] = self._number(source.tensor)
             else:
-                example = None if given is None else given.fake
+                example = None if source is None else source.fake
                 self._nodes[number] = self._placeholder(
                     f"value_{number}", self._example(number, example)
                 )

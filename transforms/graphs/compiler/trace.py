@@ -135,9 +135,9 @@ class Loop:
     @property
     def reads(self) -> list[int]:
         """The numbers of the values that it starts from."""
-        made = {number for x in self.body for number in x.makes}
+        inner = {number for x in self.body for number in x.makes}
         numbers = [self.flag, *self.carry, *(number for x in self.body for number in x.reads)]
-        return [number for number in numbers if number not in made]
+        return [number for number in numbers if number not in inner]
 
     @property
     def writes(self) -> tuple[int, ...]:
