@@ -95,6 +95,8 @@ def compile_graph(
         combine: whether Inductor makes one kernel of several independent ones.
     """
     teach_higher_order_operators()
+    results: Any = module.graph.output_node().args[0]
+    count = len(results)
     context = torch._guards.TracingContext(mode)
     # The trace has the casts of autocast and the devices of modes in it.
     with (
@@ -104,6 +106,7 @@ def compile_graph(
         torch._guards.tracing(context),
     ):
         if compiler == "inductor":
+            _return_swapped_values(module.graph)
             compiled: Callable[..., Any] = torch._inductor.standalone_compile(
                 module,
                 list(examples),
@@ -116,13 +119,18 @@ def compile_graph(
                 compile_function = torch._dynamo.lookup_backend(compiler)
             else:
                 compile_function = compiler
-            compiled = compile_function(module, list(examples))
+            # As for Inductor: else the partitioner drops draws whose results are not used.
+            with torch._inductor.config.patch(fallback_random=True):
+                compiled = compile_function(module, list(examples))
 
     # They refer to the mode of the fake tensors, and it to the caller's tensors.
     for node in module.graph.nodes:
         node.meta.clear()
 
-    return compiled
+    def run(*arguments: Any) -> Any:
+        return compiled(*arguments)[:count]
+
+    return run
 
 
 @contextlib.contextmanager
@@ -172,6 +180,22 @@ def kernels_called(code: str) -> list[str]:
             calls.append(match[1].removesuffix(".run") + origins)
             origins = ""
     return calls
+
+
+def _return_swapped_values(graph: fx.Graph) -> None:
+    """Return clones that the graph writes to an input. Inductor takes a clone of an input for the
+    input itself unless it is returned, and writes inputs in the order of its arguments: of two
+    inputs that trade places, the second would get its own new value."""
+    clones = [
+        node.args[1]
+        for node in graph.nodes
+        if node.target is torch.ops.aten.copy_.default
+        and isinstance(node.args[1], fx.Node)
+        and node.args[1].target is torch.ops.aten.clone.default
+    ]
+    output = graph.output_node()
+    results: Any = output.args[0]
+    output.args = ([*results, *clones],)
 
 
 def import_compiler() -> None:

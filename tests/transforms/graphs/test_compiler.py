@@ -234,6 +234,23 @@ def test_loops_whose_length_depends_on_data(compiler: str) -> None:
     assert counts(g) == (1, 3, 0)
 
 
+@pytest.mark.slow
+def test_donated_tensors_that_trade_places_by_inductor() -> None:
+    def turn(state: dict[str, Tensor]) -> Any:
+        return {"a": state["b"] + 1, "b": state["c"], "c": state["a"].flip(0)}, state["a"] * 2
+
+    def new_state() -> dict[str, Tensor]:
+        return {name: X[:, :3] + i for i, name in enumerate("abc")}
+
+    g = compiled(turn, compiler="inductor", donate_argnames="state")
+    state = new_state()
+    expected = new_state()
+    for _ in range(3):
+        state, out = g(state)
+        expected, expected_out = turn(expected)
+        assert_equal(LAW, (state, out), (expected, expected_out))
+
+
 def test_random_numbers_are_the_functions_own() -> None:
     def noisy(x: Tensor) -> Tensor:
         return x + torch.rand(3, 4) * nn.functional.dropout(x, 0.5)
@@ -245,6 +262,24 @@ def test_random_numbers_are_the_functions_own() -> None:
     replayed = [g(X), g(X)]
     torch.set_rng_state(state)
     assert_equal(LAW, replayed, [noisy(X), noisy(X)])
+
+
+def test_draws_whose_results_nothing_uses_are_made() -> None:
+    def noisy(x: Tensor) -> Tensor:
+        torch.rand(3)
+        return x + torch.rand(4)
+
+    g = compiled(noisy)
+    state = torch.get_rng_state()
+    replayed = [g(X), torch.rand(1)]
+    torch.set_rng_state(state)
+    assert_equal(LAW, replayed, [noisy(X), torch.rand(1)])
+
+
+def test_a_map_in_inference_mode() -> None:
+    g = compiled(lambda x: torch.func.vmap(lambda q: q * 2)(x))
+    with torch.inference_mode():
+        assert_equal(LAW, g(X), X * 2)
 
 
 def test_an_operator_of_weft_s_own_writes_to_the_state() -> None:
