@@ -15,13 +15,18 @@ from torch import Tensor, nn
 from weft.errors import WeftError
 from weft.proofs._strategies.captures.hazards import Hazard
 from weft.proofs._strategies.captures.tensor_programs import TensorProgram
+from weft.proofs._strategies.compilers import EXACT
 from weft.proofs.checks.difference import LawViolation, assert_equal
+from weft.proofs.checks.rounding import assert_rounded
 from weft.torchapi.private import storage_id
 from weft.transforms.graphs.graphify import graphify
 from weft.values.donation import donates
 from weft.values.trees import tree_leaves, tree_map
 
 _LAW = "L24 graph is eager"
+_LAW_OF_COMPILED = "L26 a compiled graph is eager"
+# Matches the warning that a function is captured without its compiler.
+UNCOMPILED = ".* runs without compiler="
 # The errors by which a call of a graph may refuse. `LinAlgError` is one of them because a replay
 # cannot run the function's own handler: an operator's error ends the replay.
 REFUSALS: tuple[type[Exception], ...] = (WeftError, vars(torch.linalg)["LinAlgError"])
@@ -37,6 +42,9 @@ class Tally:
         replays, captures: calls that a graph replayed, and graphs captured for them.
         errors: programs that raise an error without weft too.
         refused: programs that weft refused, by reason.
+        uncompiled: programs that were captured without their compiler, by reason.
+        rounded: programs whose results a compiler rounds otherwise, and no more than it does
+            without weft.
     """
 
     programs: int = 0
@@ -45,6 +53,8 @@ class Tally:
     captures: int = 0
     errors: int = 0
     refused: Counter[str] = attrs.field(factory=Counter)
+    uncompiled: Counter[str] = attrs.field(factory=Counter)
+    rounded: int = 0
 
     def add(self, other: "Tally") -> None:
         """Add another tally's counts to this one."""
@@ -54,6 +64,8 @@ class Tally:
         self.captures += other.captures
         self.errors += other.errors
         self.refused += other.refused
+        self.uncompiled += other.uncompiled
+        self.rounded += other.rounded
 
 
 @attrs.frozen
@@ -63,6 +75,18 @@ class _World:
     program: TensorProgram
     names: dict[str, Any]
     call: Callable[..., Any]
+
+    @property
+    def law(self) -> str:
+        """The law that the program is a case of."""
+        return _LAW if self.program.compiler is None else _LAW_OF_COMPILED
+
+    def assert_alike(self, what: str, actual: Any, expected: Any) -> None:
+        """Raise LawViolation if values of the graph are not those of the function."""
+        if self.program.compiler in (None, *EXACT):
+            assert_equal(what, actual, expected)
+        else:
+            assert_rounded(what, actual, expected)
 
     def arguments(self, call: int) -> list[Any]:
         return [*self.names["arguments"](call)]
@@ -94,7 +118,8 @@ def graph_is_eager_on_tensor_programs(
     program: TensorProgram, device: str = "cpu", tally: Tally | None = None
 ) -> None:
     """L24: a graph of any program gives the program's results bitwise, call by call, or weft
-    refuses the program and changes nothing.
+    refuses the program and changes nothing. L26: so does one with a compiler; where the compiler
+    may round in another way, within the default tolerances of torch.testing.
 
     These are equal: the results' values, dtypes and shapes; their strides (or the strides of a
     clone); `requires_grad` of each result that is not an argument; the arguments and closed-over
@@ -112,6 +137,7 @@ def graph_is_eager_on_tensor_programs(
         torch.random.fork_rng(devices=["cuda"] if device == "cuda" else []),
     ):
         warnings.simplefilter("ignore")
+        warnings.filterwarnings("always", message=UNCOMPILED)
         # Two copies, since each world must see only its own writes.
         first = program.run()
         second = program.run()
@@ -167,7 +193,7 @@ def _compare_calls(eager: _World, graph: _World, device: str, tally: Tally) -> N
             states = _in_layout(results[0][0], results[1][0]), results[1][0]
     # Only now: a replay may overwrite the results of any earlier call.
     for result, copy in kept:
-        assert_equal(f"{_LAW}: a result after later calls", result, copy)
+        assert_equal(f"{eager.law}: a result after later calls", result, copy)
     if program.threads:
         _compare_threads(eager, graph)
 
@@ -176,7 +202,7 @@ def _compare_call(
     eager: _World, graph: _World, call: int, states: tuple[Any, Any], device: str, tally: Tally
 ) -> tuple[Any, Any] | None:
     """Make one call in both worlds, and compare; None if it raised."""
-    where = f"{_LAW}, call {call}"
+    where = f"{eager.law}, call {call}"
     program = eager.program
     # Both worlds start from the same generator states, so that their draws can be compared.
     torch.manual_seed(call)
@@ -193,7 +219,8 @@ def _compare_call(
         assert_equal(f"{where}: an argument after a refusal", outcome.after, outcome.before)
         return None
     if isinstance(expected.result, Exception):
-        if not isinstance(outcome.result, Exception):
+        # A compiler drops what nothing uses, and its errors.
+        if not isinstance(outcome.result, Exception) and program.compiler is None:
             raise LawViolation(
                 f"{where}: no error, where the function raises {_first_line(expected.result)}"
             )
@@ -202,7 +229,7 @@ def _compare_call(
     if isinstance(outcome.result, Exception):
         text = f"{where}: it raises {_first_line(outcome.result)}, where the function does not"
         raise LawViolation(text) from outcome.result
-    assert_equal(f"{where}: result", outcome.result, expected.result)
+    eager.assert_alike(f"{where}: result", outcome.result, expected.result)
     with torch.no_grad():  # autograd refuses a clone of one of several views that were written to
         copy = tree_map(
             lambda x: x.detach().clone() if isinstance(x, Tensor) else x, expected.result
@@ -218,8 +245,8 @@ def _compare_call(
     )
     if program.draws:
         assert_equal(f"{where}: random generator", _random_states(device), drawn)
-    assert_equal(f"{where}: argument", outcome.arguments, expected.arguments)
-    assert_equal(f"{where}: closed-over tensor", graph.closed_over(), eager.closed_over())
+    eager.assert_alike(f"{where}: argument", outcome.arguments, expected.arguments)
+    eager.assert_alike(f"{where}: closed-over tensor", graph.closed_over(), eager.closed_over())
     if more := _shared(outcome.result, program) - _shared(expected.result, program):
         raise LawViolation(
             f"{where}: {' shares memory with '.join(min(more))}, which the function's does not"
@@ -332,7 +359,7 @@ def _compare_threads(eager: _World, graph: _World) -> None:
     expected = [_in_surroundings(eager, call) for call in calls]
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         for results in pool.map(run, range(threads)):
-            assert_equal(f"{_LAW}, in threads: result", results, expected)
+            eager.assert_alike(f"{eager.law}, in threads: result", results, expected)
 
 
 def _in_surroundings(world: _World, call: int) -> Any:

@@ -143,6 +143,7 @@ class TensorProgram:
         threads: the number of threads that make all calls at once at the end; 0 means none.
         draws: whether the states of random generators can be compared, because no other thread
             draws.
+        compiler: of the graph; None: nothing is compiled.
 
     Its `repr` is a script to paste and run. For each call it prints the function's result, then the
     graph's.
@@ -156,11 +157,16 @@ class TensorProgram:
     chained: bool = False
     threads: int = 0
     draws: bool = True
+    compiler: str | None = None
 
     def options(self) -> dict[str, Any]:
         """The options of `graphify`."""
-        outputs = "borrow" if self.borrow else "safe"
-        return {"donate_argnames": self.donated, "static_argnames": self.static, "outputs": outputs}
+        return {
+            "donate_argnames": self.donated,
+            "static_argnames": self.static,
+            "outputs": "borrow" if self.borrow else "safe",
+            "compiler": self.compiler,
+        }
 
     def run(self) -> dict[str, Any]:
         """Run the definitions and return them by name: new tensors and functions each time."""
@@ -173,7 +179,7 @@ class TensorProgram:
         options = "".join(
             f", {name}={value!r}"
             for name, value in self.options().items()
-            if value not in ((), "safe")
+            if value not in ((), "safe", None)
         )
         if self.donated:
             plain = f"weft.donates{self.donated!r}(f)"
@@ -297,7 +303,9 @@ _STATEMENTS = st.one_of(
 
 
 @st.composite
-def tensor_programs(draw: st.DrawFn, device: str = "cpu", max_calls: int = 5) -> TensorProgram:
+def tensor_programs(
+    draw: st.DrawFn, device: str = "cpu", max_calls: int = 5, max_statements: int = 8
+) -> TensorProgram:
     """A random function of one to three tensors and perhaps a generator, with calls of it in random
     surroundings.
 
@@ -337,7 +345,7 @@ def tensor_programs(draw: st.DrawFn, device: str = "cpu", max_calls: int = 5) ->
     if donated:
         surroundings = [around.replace("inference_mode", "no_grad") for around in surroundings]
     events = [draw(st.sampled_from(("pass", "pass", "pass", *EVENTS))) for _ in range(calls)]
-    statements = draw(st.lists(_STATEMENTS, min_size=1, max_size=8))
+    statements = draw(st.lists(_STATEMENTS, min_size=1, max_size=max_statements))
     if donated:
         statements = [
             statement for statement in statements if "inference_mode" not in statement[0].text

@@ -10,6 +10,7 @@ from weft.proofs.evidence.mutants.agreement import AGREEMENT
 from weft.proofs.evidence.mutants.attention import ATTENTION
 from weft.proofs.evidence.mutants.bits import BITS
 from weft.proofs.evidence.mutants.captures import CAPTURES
+from weft.proofs.evidence.mutants.compiled import COMPILED
 from weft.proofs.evidence.mutants.compositions import COMPOSITIONS
 from weft.proofs.evidence.mutants.derivatives import DERIVATIVES
 from weft.proofs.evidence.mutants.drafts import DRAFTS
@@ -29,6 +30,7 @@ _ALL = (
     *ATTENTION,
     *BITS,
     *CAPTURES,
+    *COMPILED,
     *COMPOSITIONS,
     *DERIVATIVES,
     *DRAFTS,

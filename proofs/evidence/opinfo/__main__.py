@@ -3,7 +3,7 @@ write a record.
 
 `python -m weft.proofs.evidence.opinfo --out FOLDER` takes half an hour of two cores with all
 samples, and five minutes with `--samples 10`. It exits with 1 if a result differs or an error is
-not eager's.
+not eager's. With `--compiler aot_eager` the graphs are compiled.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from weft.proofs._strategies.operator_samples import DTYPES, TRANSFORMS
 from weft.proofs.evidence.environment import environment
 from weft.proofs.evidence.opinfo.record import FAULTS, Record
 from weft.proofs.evidence.opinfo.workers import Settings, run_all, tasks
+from weft.torchapi.inductor import compilers
 
 
 def settings_of(arguments: Sequence[str] | None = None) -> tuple[Settings, Path]:
@@ -43,6 +44,12 @@ def settings_of(arguments: Sequence[str] | None = None) -> tuple[Settings, Path]
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
     parser.add_argument(
         "--minutes", type=float, help="the time after which no further operator starts"
+    )
+    parser.add_argument(
+        "--compiler",
+        choices=compilers(),
+        metavar="NAME",
+        help="of the graphs, as in weft.graphify (default: nothing is compiled)",
     )
     args = parser.parse_args(arguments)
     dtypes = tuple(
@@ -75,6 +82,7 @@ def settings_of(arguments: Sequence[str] | None = None) -> tuple[Settings, Path]
         args.seed,
         args.jobs,
         args.minutes,
+        args.compiler,
     )
     return settings, args.out
 

@@ -10,9 +10,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from weft.errors import WeftError
+from weft.errors import CompilerError, WeftError
 from weft.proofs._strategies.operator_samples import Case, cases, copies, seed_all
-from weft.proofs.checks.difference import find_difference
+from weft.proofs.checks.difference import LawViolation, find_difference
+from weft.proofs.checks.rounding import assert_rounded
 from weft.proofs.evidence.opinfo.causes import causes_of
 from weft.transforms.graphs.graphify import graphify
 from weft.values.trees import leaves_with_names
@@ -27,6 +28,18 @@ KINDS = {
     "differs": "a result is not that of eager",
     "crash": "an error that eager does not raise",
 }
+# Those of a run with a compiler besides.
+KINDS_OF_COMPILED = {
+    "near": "the values differ in their bits, and not beyond the tolerances of torch.testing",
+    "uncompiled": "weft or the compiler cannot compile the function, which a graph may still hold",
+}
+
+
+def kinds(compiler: str | None) -> dict[str, str]:
+    """The kinds of outcome of a run with a compiler, or without one."""
+    return KINDS if compiler is None else KINDS | KINDS_OF_COMPILED
+
+
 # The seed before every call, so that random operators repeat.
 _SEED = 7
 _NOT_RUN = (
@@ -43,10 +56,10 @@ class Outcome:
     """The outcome of a case.
 
     Args:
-        kind: a key of `KINDS`.
+        kind: a key of `KINDS`, or of `KINDS_OF_COMPILED`.
         operator, transform, dtype, sample: those of the case.
-        detail: the reason of a refusal, of a run inline, or of a cause in torch; the difference; or
-            the error.
+        detail: the reason of a refusal, of a run inline, of a cause in torch, or for which nothing
+            was compiled; the difference; or the error.
         device_lost: whether the process cannot use its GPU any more.
         arguments: the shapes of the case's arguments, for those that differ or crash.
     """
@@ -67,7 +80,13 @@ class _Differs(Exception):
 
 
 def outcomes(
-    entry: Any, transforms: Sequence[str], dtype: str, device: str, samples: int | None, seed: int
+    entry: Any,
+    transforms: Sequence[str],
+    dtype: str,
+    device: str,
+    samples: int | None,
+    seed: int,
+    compiler: str | None = None,
 ) -> Iterator[Outcome]:
     """The outcomes of one operator's cases.
 
@@ -75,12 +94,13 @@ def outcomes(
         entry: an entry of `operator_database()`.
         samples: the most samples of each transform; None: all.
         seed: of the samples' values.
+        compiler: of the graphs; None: nothing is compiled.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for transform in transforms:
             for case in cases(entry, transform, dtype, device, samples, seed):
-                yield (outcome := run(case, device))
+                yield (outcome := run(case, device, compiler))
                 # After such an error every call fails, which would count as faults of operators
                 # that have none.
                 if outcome.device_lost:
@@ -93,16 +113,18 @@ def outcomes(
         torch.cuda.empty_cache()
 
 
-def run(case: Case, device: str) -> Outcome:
+def run(case: Case, device: str, compiler: str | None = None) -> Outcome:
     """Run one case."""
     try:
-        return _outcome(case, *_compare(case))
+        return _outcome(case, *_compare(case, compiler))
     # Causes first, since they are known; whether eager repeats costs five more runs.
     except _Differs as mismatch:
         when, difference, *values = mismatch.args
         for cause in causes_of(case, device):
             if cause.allows(case, *values) if values else cause.elsewhere:
                 return _outcome(case, "torch", cause.reason)
+        if compiler is not None and values and _is_near(*values):
+            return _outcome(case, "near", difference)
         if _repeats(case):
             itself = ""
         else:
@@ -110,6 +132,8 @@ def run(case: Case, device: str) -> Outcome:
             # with a reason.
             itself = " (eager differs from itself)"
         return _outcome(case, "differs", f"{when}: {difference}{itself}")
+    except CompilerError as error:
+        return _outcome(case, "uncompiled", error.problem.partition("\n")[0])
     except WeftError as error:
         return _outcome(case, "refused", error.problem.partition("\n")[0])
     except Exception as error:
@@ -127,7 +151,15 @@ def _outcome(case: Case, kind: str, detail: str = "") -> Outcome:
     )
 
 
-def _compare(case: Case) -> tuple[str, str]:
+def _is_near(actual: Any, expected: Any) -> bool:
+    try:
+        assert_rounded("near", actual, expected)
+    except LawViolation:
+        return False
+    return True
+
+
+def _compare(case: Case, compiler: str | None) -> tuple[str, str]:
     """The kind of an outcome without a fault, and its detail.
 
     Raises:
@@ -135,7 +167,7 @@ def _compare(case: Case) -> tuple[str, str]:
         Exception: whatever the graphified function raises, and eager does not.
     """
     # A new one for each case, so that no graph of another sample answers.
-    graphified = graphify(case.fn)
+    graphified = graphify(case.fn, compiler=compiler, strict=compiler is not None)
     # Eager first: where it raises, there is nothing to compare.
     expected, error = _eager(case, case.tensors)
     if error is not None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import attrs
 
-from weft.proofs.evidence.opinfo.outcome import KINDS, Outcome
+from weft.proofs.evidence.opinfo.outcome import Outcome, kinds
 
 FAULTS = ("differs", "crash")
 """The kinds of outcome that are faults."""
-_LISTED = ("refused", "inline", "torch")
+_LISTED = ("refused", "inline", "torch", "uncompiled", "near")
 # The most characters of a detail on the page. The JSON file has it whole.
 _LONGEST = 200
 
@@ -37,7 +37,7 @@ class Record:
     seconds: float = 0.0
     counts: Counter[tuple[str, str, str]] = attrs.field(factory=Counter)
     listed: dict[str, dict[str, dict[str, set[str]]]] = attrs.field(
-        factory=lambda: {kind: {} for kind in _LISTED}
+        factory=lambda: defaultdict(dict)
     )
     faults: list[Outcome] = attrs.field(factory=list)
 
@@ -52,6 +52,15 @@ class Record:
                 operators.setdefault(outcome.operator, set()).add(outcome.transform)
             elif outcome.kind in FAULTS:
                 self.faults.append(outcome)
+
+    @property
+    def compiler(self) -> str | None:
+        """The compiler of the graphs."""
+        compiler: str | None = self.settings.get("compiler")
+        return compiler
+
+    def _listed_kinds(self) -> list[str]:
+        return [kind for kind in _LISTED if kind in kinds(self.compiler)]
 
     def total(self, kind: str) -> int:
         """The number of outcomes of a kind."""
@@ -73,7 +82,7 @@ class Record:
                 }
                 for detail, operators in sorted(self.listed[kind].items())
             }
-            for kind in _LISTED
+            for kind in self._listed_kinds()
         }
         return {
             "environment": environment,
@@ -94,6 +103,8 @@ class Record:
             where = environment["gpu"]
         else:
             where = "the tape, on a CPU"
+        if self.compiler is not None:
+            where += f", compiled by {self.compiler}"
         lines = [
             f"# Torch's operator database: {cases:,} samples, {differ:,} differ, {crash:,} crash",
             "",
@@ -104,13 +115,13 @@ class Record:
                 " `python -m weft.proofs.evidence.opinfo --out FOLDER`."
             ),
             "",
-            *(f"- **{kind}**: {meaning}." for kind, meaning in KINDS.items()),
+            *(f"- **{kind}**: {meaning}." for kind, meaning in kinds(self.compiler).items()),
             "",
-            *_table(("transform", "dtype", *KINDS), self._count_rows()),
+            *_table(("transform", "dtype", *kinds(self.compiler)), self._count_rows()),
             "",
             *self._fault_lines(),
         ]
-        for kind in _LISTED:
+        for kind in self._listed_kinds():
             lines += [
                 f"## {kind}",
                 "",
@@ -121,8 +132,12 @@ class Record:
 
     def _count_rows(self) -> Iterator[Sequence[Any]]:
         for transform, dtype in dict.fromkeys((t, d) for t, d, _ in sorted(self.counts)):
-            yield transform, dtype, *(self.counts[transform, dtype, kind] for kind in KINDS)
-        yield "all", "", *(self.total(kind) for kind in KINDS)
+            yield (
+                transform,
+                dtype,
+                *(self.counts[transform, dtype, kind] for kind in kinds(self.compiler)),
+            )
+        yield "all", "", *(self.total(kind) for kind in kinds(self.compiler))
 
     def _fault_lines(self) -> Iterator[str]:
         yield from ("## differs and crash", "")
@@ -161,9 +176,11 @@ class Record:
             yield detail, cell
 
     def write(self, folder: Path, environment: dict[str, Any]) -> Path:
-        """Write `opinfo-DEVICE.json` and `opinfo-DEVICE.md`, and return the path of the latter."""
+        """Write `opinfo-DEVICE.json` and `opinfo-DEVICE.md`, and return the path of the latter. With
+        a compiler, the names begin with `opinfo-COMPILER`."""
         folder.mkdir(parents=True, exist_ok=True)
-        stem = folder / f"opinfo-{self.settings['device']}"
+        names = ["opinfo", *([self.compiler] if self.compiler else []), self.settings["device"]]
+        stem = folder / "-".join(names)
         text = json.dumps(self.as_json(environment), indent=1)
         stem.with_suffix(".json").write_text(text + "\n", encoding="utf-8")
         stem.with_suffix(".md").write_text(self.page(environment), encoding="utf-8")

@@ -51,6 +51,7 @@ class Settings:
         seed: of the samples' values, and of the order of operators.
         jobs: the number of processes.
         minutes: the time after which no further operator starts; None: no limit.
+        compiler: of the graphs; None: nothing is compiled.
     """
 
     device: str = "cpu"
@@ -61,6 +62,7 @@ class Settings:
     seed: int = 0
     jobs: int = 2
     minutes: float | None = None
+    compiler: str | None = None
 
 
 def tasks(settings: Settings) -> list[Task]:
@@ -199,6 +201,7 @@ def _serve(end: Connection, settings: Settings) -> None:
                 settings.device,
                 settings.samples,
                 settings.seed,
+                settings.compiler,
             )
         # Torch could not make the samples, which says nothing of weft.
         except NoSamplesError as error:

@@ -3,9 +3,10 @@
     python -m weft.proofs.evidence.runs.random_programs --law L24 --programs 20000 --out
     proofs/results
 
-Draws programs of tensors for law L24 (`tensor_programs`), or nests of transforms for law L25
-(`compositions`), checks the law on each, and writes a record: how many there were, what weft
-refused and how often, and the smallest case of each difference. It exits with 1 if there is one.
+Draws programs of tensors for law L24 (`tensor_programs`), nests of transforms for law L25
+(`compositions`), or functions with a compiler for law L26 (`compiled_cases`), checks the law on
+each, and writes a record: how many there were, what weft refused and how often, and the smallest
+case of each difference. It exits with 1 if there is one.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import json
 import multiprocessing
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
@@ -27,8 +29,10 @@ from tqdm.auto import tqdm
 
 from weft.errors import DeviceError
 from weft.proofs._laws.captures import Tally, graph_is_eager_on_tensor_programs
+from weft.proofs._laws.compiler import compiled_graphs_are_their_functions
 from weft.proofs._laws.compositions import compositions_mean_their_parts
 from weft.proofs._strategies.captures.tensor_programs import tensor_programs
+from weft.proofs._strategies.compiled import compiled_cases
 from weft.proofs._strategies.compositions.composition import compositions
 from weft.proofs.checks.difference import LawViolation
 from weft.proofs.evidence.environment import environment
@@ -53,6 +57,7 @@ class Subject:
 SUBJECTS = {
     "L24": Subject(tensor_programs, graph_is_eager_on_tensor_programs, "random-programs"),
     "L25": Subject(lambda device: compositions(), compositions_mean_their_parts, "compositions"),
+    "L26": Subject(compiled_cases, compiled_graphs_are_their_functions, "compiled"),
 }
 
 # Programs a seed.
@@ -111,15 +116,17 @@ class Run:
 
     def __str__(self) -> str:
         tally = self.tally
-        refused = "".join(
-            f"\n  {count:6} {reason}" for reason, count in tally.refused.most_common()
-        )
-        return (
+        refused = _lines(tally.refused)
+        text = (
             f"{tally.programs} programs on {self.device}, {tally.calls} calls, {tally.captures} captures,"
             f" {tally.replays} replays; {len(self.differences)} differences; {tally.errors} programs"
             f" raise without graphs too; {self.seconds:.0f} s\nrefused:"
             f" {self.refused_share:.1%}{refused}"
         )
+        if tally.uncompiled:
+            text += f"\ncaptured without their compiler: {tally.uncompiled.total()}"
+            text += _lines(tally.uncompiled)
+        return text
 
     def record(self) -> dict[str, Any]:
         """All of it for a JSON file."""
@@ -129,6 +136,10 @@ class Run:
             "refused_share": round(self.refused_share, 4),
             **attrs.asdict(self),
         }
+
+
+def _lines(reasons: Counter[str]) -> str:
+    return "".join(f"\n  {count:6} {reason}" for reason, count in reasons.most_common())
 
 
 def run(

@@ -19,6 +19,7 @@ from weft.proofs._laws.captures import (
     graph_is_eager_on_tensor_programs,
     hazards_are_right_or_refused,
 )
+from weft.proofs._laws.compiler import compiled_graphs_are_their_functions
 from weft.proofs._laws.compositions import compositions_mean_their_parts
 from weft.proofs._laws.derivatives import (
     derivatives_are_of_the_step,
@@ -99,6 +100,13 @@ from weft.proofs._laws.shards import (
 from weft.proofs._strategies.captures.calls import call_sequences
 from weft.proofs._strategies.captures.hazards import hazards
 from weft.proofs._strategies.captures.tensor_programs import tensor_programs
+from weft.proofs._strategies.compiled import (
+    CompiledCase,
+    compiled_mappings,
+    compiled_models,
+    compiled_programs,
+    inductor_cases,
+)
 from weft.proofs._strategies.compositions.composition import compositions
 from weft.proofs._strategies.engine.agreement import conversations
 from weft.proofs._strategies.engine.attention import other_attentions
@@ -119,6 +127,7 @@ from weft.proofs._strategies.programs import broken_programs, edited_programs
 from weft.proofs._strategies.schedules import woven_programs
 from weft.proofs._strategies.shards import disagreements
 from weft.proofs._strategies.shares import cut_scenarios, shared_scenarios
+from weft.proofs._strategies.sized_functions import sized_functions
 from weft.proofs._strategies.surrounded import surrounded_shards
 from weft.proofs.checks.difference import LawViolation
 from weft.transforms.graphs.ladder import MODES
@@ -419,6 +428,14 @@ def _composed(data: st.DataObject, device: str) -> None:
     compositions_mean_their_parts(data.draw(compositions()), device)
 
 
+def _on_compiled(
+    cases: Callable[[str], st.SearchStrategy[CompiledCase]],
+) -> Callable[[st.DataObject, str], None]:
+    return lambda data, device: compiled_graphs_are_their_functions(
+        data.draw(cases(device)), device
+    )
+
+
 def _sharded(data: st.DataObject, device: str) -> None:
     shards_are_the_function(data.draw(strategies.rank_functions()).to(device))
 
@@ -581,6 +598,20 @@ LAWS = (
     Law("L24", "graph is eager, on random programs of tensors", _on_tensor_programs, weight=5),
     Law("L24", "hazards are right or refused", _on_hazards, weight=3),
     Law("L25", "nests of transforms mean what their parts mean", _composed, weight=3),
+    Law("L26", "compiled programs of tensors are eager", _on_compiled(compiled_programs)),
+    Law(
+        "L26",
+        "classes of a ladder share compilations",
+        _on_compiled(lambda device: sized_functions()),
+    ),
+    Law("L26", "compiled derivatives are derivatives", _on_compiled(compiled_mappings), weight=0.5),
+    Law(
+        "L26",
+        "compiled models are the models",
+        _on_compiled(lambda device: compiled_models()),
+        weight=0.5,
+    ),
+    Law("L26", "Inductor's code is eager", _on_compiled(inductor_cases), weight=0.2),
 )
 
 
