@@ -228,11 +228,14 @@ def sized_functions(
         # One size for all columns, as in a model, where the number of tokens alone varies.
         columns = draw(st.sampled_from(_COLUMNS))
         extent = st.builds(Extent, st.sampled_from(_ROWS), st.just(columns))
-    classes = draw(st.lists(extent, min_size=1, max_size=max_classes, unique=True))
+    # A class can only be given another's compilation by mistake if there are some that share one.
+    min_classes = draw(st.sampled_from((1, min(4, max_classes))))
+    classes = draw(st.lists(extent, min_size=min_classes, max_size=max_classes, unique=True))
     classes.sort(key=lambda x: (x.rows, x.columns), reverse=True)
-    extents = draw(
-        st.lists(st.one_of(st.sampled_from(classes), extent), min_size=1, max_size=max_calls)
+    any_extents = st.lists(
+        st.one_of(st.sampled_from(classes), extent), min_size=1, max_size=max_calls
     )
+    extents = draw(st.one_of(any_extents, st.permutations(classes)))
     return SizedFunction(
         tuple(names),
         draw(st.sampled_from([*UPDATES])),
