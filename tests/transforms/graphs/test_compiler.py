@@ -533,6 +533,18 @@ def test_a_constant_is_read_and_written() -> None:
         assert_equal(LAW, g(x), fn(x))
 
 
+def test_a_real_view_of_a_complex_constant_is_not_compiled() -> None:
+    def slope(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            z = torch.fft.fft2(y)
+            direction = torch.arange(12.0).to(z.dtype).reshape(3, 4)
+            return torch.autograd.grad(z, y, direction)[0]
+
+    with pytest.warns(RuntimeWarning, match="a view of another dtype of a constant"):
+        assert_equal(LAW, graphify(slope, compiler="aot_eager")(X), slope(X))
+
+
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_the_surroundings_are_those_of_the_function(dtype: torch.dtype | None) -> None:
     g = compiled(lambda x: (x @ x.T, torch.ones(3)))

@@ -240,6 +240,8 @@ class Tracer(OperatorWatch):
                 new: Tensor = fake.detach()
             return new
         if (twin := self._twins.get(storage_id(tensor))) is not None:
+            if (tensor.dtype, tensor.is_neg()) != (twin.dtype, twin.is_neg()):
+                raise Untraceable("a view of another dtype of a constant")
             with without_modes():
                 return twin.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
