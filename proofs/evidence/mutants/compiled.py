@@ -20,30 +20,34 @@ _MODELS = find("L26", "models")
 _INDUCTOR = find("L26", "Inductor")
 
 _compile = inductor.compile_graph
-Run = Callable[[list[Any]], Any]
+Run = Callable[..., Any]
 
 
 def _compiling(change: Callable[[Run], Run]) -> Callable[[], AbstractContextManager[Any]]:
     """A context in which what the compiler made is changed."""
 
-    def compile_graph(*args: Any) -> Run:
-        return change(_compile(*args))
+    def compile_graph(*args: Any, combine: bool) -> Run:
+        return change(_compile(*args, combine=combine))
 
     return replace(program.__name__, "compile_graph", compile_graph)
 
 
 def _on_copies(run: Run) -> Run:
     """Donated tensors are copied, and the copies are written."""
-    return lambda arguments: run([x.clone() if isinstance(x, Tensor) else x for x in arguments])
+    return lambda *arguments: run(*map(_copy, arguments))
+
+
+def _copy(argument: Any) -> Any:
+    return argument.clone() if isinstance(argument, Tensor) else argument
 
 
 def _on_first_inputs(run: Run) -> Run:
     """Each call reads the inputs of the first."""
     first: list[Any] = []
 
-    def run_again(arguments: list[Any]) -> Any:
-        first[:] = first or [x.clone() if isinstance(x, Tensor) else x for x in arguments]
-        return run([*first])
+    def run_again(*arguments: Any) -> Any:
+        first[:] = first or map(_copy, arguments)
+        return run(*first)
 
     return run_again
 
@@ -52,21 +56,21 @@ def _with_first_numbers(run: Run) -> Run:
     """Each call draws the random numbers of the first."""
     states: list[Tensor] = []
 
-    def run_again(arguments: list[Any]) -> Any:
+    def run_again(*arguments: Any) -> Any:
         states[:] = states or [torch.get_rng_state()]
         torch.set_rng_state(states[0])
-        return run(arguments)
+        return run(*arguments)
 
     return run_again
 
 
-def _without_unused_draws(graph: fx.GraphModule, *args: Any) -> Run:
+def _without_unused_draws(graph: fx.GraphModule, *args: Any, combine: bool) -> Run:
     """Draws whose results nothing uses are not made."""
     for node in reversed(graph.graph.nodes):
         draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         if draws and not node.users:
             graph.graph.erase_node(node)
-    return _compile(graph, *args)
+    return _compile(graph, *args, combine=combine)
 
 
 def _first_number(size: sizes.Size, graph: fx.Graph, nodes: Any) -> Any:
