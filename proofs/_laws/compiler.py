@@ -154,7 +154,7 @@ def _errors_of(
         plain = donates(*program.donated)(names["f"]) if program.donated else names["f"]
         function = transform(names["f"]) if is_transformed else plain
         state = None
-        made = []
+        of_calls = []
         with warnings.catch_warnings(), torch.random.fork_rng(devices=devices):
             warnings.simplefilter("ignore")
             for call in range(program.calls):
@@ -169,8 +169,8 @@ def _errors_of(
                 except Exception:
                     return None
                 state = result[0] if program.chained else None
-                made.append(tree_map(lambda x: x.detach().clone(), result))
-        results.append(made)
+                of_calls.append(tree_map(lambda x: x.detach().clone(), result))
+        results.append(of_calls)
     return errors(*results)
 
 
