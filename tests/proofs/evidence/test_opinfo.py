@@ -12,6 +12,7 @@ import pytest
 import torch
 from refusal import refused
 
+import weft
 import weft.proofs
 from weft.errors import DeviceError, MissingPackageError
 from weft.extras import install_command
@@ -26,7 +27,7 @@ from weft.proofs._strategies.operator_samples import (
 from weft.proofs.evidence.opinfo import outcome
 from weft.proofs.evidence.opinfo.__main__ import settings_of
 from weft.proofs.evidence.opinfo.causes import CAUSES, causes_of
-from weft.proofs.evidence.opinfo.outcome import KINDS, Outcome, outcomes, run
+from weft.proofs.evidence.opinfo.outcome import KINDS, Outcome, kinds, outcomes, run
 from weft.proofs.evidence.opinfo.record import Record
 from weft.proofs.evidence.opinfo.workers import Settings, Task, Worker, run_all, tasks
 from weft.torchapi.operator_database import operator_database
@@ -70,6 +71,25 @@ def test_operators_are_eager(database: tuple[Any, ...], dtype: str) -> None:
 def test_a_few_operators_are_eager(database: tuple[Any, ...], name: str) -> None:
     entry = next(entry for entry in database if full_name(entry) == name)
     assert faults(entry, "float32", 2) == []
+
+
+@pytest.mark.one_of(3)
+@pytest.mark.parametrize("name", ["addmm", "nn.functional.dropout", "cumsum"])
+def test_a_few_compiled_operators_are_eager(database: tuple[Any, ...], name: str) -> None:
+    entry = next(entry for entry in database if full_name(entry) == name)
+    results = [*outcomes(entry, [*TRANSFORMS], "float32", "cpu", 1, 0, "aot_eager")]
+    assert {result.kind for result in results} <= {"same", "raises"}
+
+
+@pytest.mark.slow
+def test_compiled_operators_are_eager(database: tuple[Any, ...]) -> None:
+    results = [
+        result
+        for entry in database[: EVERY * 60 : 60]
+        for result in outcomes(entry, [*TRANSFORMS], "float32", "cpu", 1, 0, "aot_eager")
+        if result.kind in ("differs", "crash", "uncompiled")
+    ]
+    assert results == []
 
 
 def make_case(
@@ -130,6 +150,30 @@ def test_the_kinds_of_outcome(fn: Callable[..., Any], kind: str, detail: str) ->
     assert (result.kind, result.detail) == (kind, detail)
 
 
+@pytest.mark.parametrize(
+    ("fn", "kind"),
+    [
+        (lambda x: x.sin(), "same"),
+        (lambda x: weft.while_loop(lambda y: y.sum() < 9, lambda y: y * 2, x), "uncompiled"),
+        (lambda x: x[x > 0], "refused"),
+    ],
+)
+def test_the_kinds_of_outcome_of_compiled_functions(fn: Callable[..., Any], kind: str) -> None:
+    assert run(make_case(fn), "cpu", "aot_eager").kind == kind
+    assert kind in kinds("aot_eager")
+
+
+def test_a_compiler_may_round_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    for error, kind in ((1e-7, "near"), (1e-3, "differs")):
+
+        def graphify(fn: Any, error: float = error, **options: Any) -> Any:
+            return lambda x: fn(x) * (1 + error)
+
+        monkeypatch.setattr(outcome, "graphify", graphify)
+        assert run(make_case(lambda x: x + 0.3), "cpu", "inductor").kind == kind
+        assert run(make_case(lambda x: x + 0.3), "cpu").kind == "differs"
+
+
 def test_a_sparse_argument_runs_inline() -> None:
     result = run(make_case(lambda x: x * 2, torch.eye(2).to_sparse()), "cpu")
     assert result.kind == "inline"
@@ -147,7 +191,7 @@ def test_a_difference_says_when_and_whether_eager_repeats() -> None:
 def test_new_values_are_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(lambda x: x + 1, other_tensors=(torch.ones(3),))
     assert run(case, "cpu").kind == "same"
-    monkeypatch.setattr(outcome, "graphify", lambda fn: lambda x: fn(case.tensors[0]))
+    monkeypatch.setattr(outcome, "graphify", lambda fn, **options: lambda x: fn(case.tensors[0]))
     assert run(case, "cpu").detail == "new values: [0][0]: 1.0 against 2.0"
 
 
@@ -183,7 +227,9 @@ def test_sums_in_any_order_are_compared_within_a_tolerance(monkeypatch: pytest.M
     for more, kind in ((1e-6, "torch"), (1.0, "differs")):
         case = make_case(lambda x: x * 1.5, operator="scatter_add", other_tensors=(torch.ones(3),))
         other = functools.partial(torch.add, other=more)
-        monkeypatch.setattr(outcome, "graphify", lambda fn, other=other: lambda x: other(fn(x)))
+        monkeypatch.setattr(
+            outcome, "graphify", lambda fn, other=other, **options: lambda x: other(fn(x))
+        )
         assert run(case, "cuda").kind == kind
     assert run(make_case(lambda x: x * 1.5, operator="scatter_add"), "cpu").kind == "differs"
 
@@ -200,7 +246,7 @@ def test_each_cause_concerns_operators_of_torch(database: tuple[Any, ...]) -> No
 def test_an_operator_that_loses_the_device_ends_there(
     database: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lose(fn: Any) -> Any:
+    def lose(fn: Any, **options: Any) -> Any:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     monkeypatch.setattr(outcome, "graphify", lose)
@@ -215,7 +261,7 @@ def test_an_operator_that_loses_the_device_ends_there(
 def run_with(monkeypatch: pytest.MonkeyPatch, error: Exception) -> Outcome:
     """The outcome where `graphify` raises an error."""
 
-    def fail(fn: Any) -> Any:
+    def fail(fn: Any, **options: Any) -> Any:
         raise error
 
     monkeypatch.setattr(outcome, "graphify", fail)

@@ -50,6 +50,12 @@ def test_nests_of_transforms_are_drawn_for_l25(tmp_path: Path) -> None:
     assert (stored["law"], stored["tally"]["programs"]) == ("L25", 0)
 
 
+def test_compiled_functions_are_drawn_for_l26(tmp_path: Path) -> None:
+    assert main(["--law", "L26", "--programs", "1", "--minutes", "0", "--out", str(tmp_path)]) == 0
+    stored = json.loads((tmp_path / "compiled-cpu.json").read_text())
+    assert (stored["law"], stored["tally"]["programs"]) == ("L26", 0)
+
+
 def test_a_run_ends_when_its_time_is_over() -> None:
     assert run(1000, minutes=0.0).tally.programs <= module._AT_ONCE
 

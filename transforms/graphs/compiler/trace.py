@@ -240,7 +240,7 @@ class Tracer(OperatorWatch):
                 new: Tensor = fake.detach()
             return new
         if (twin := self._twins.get(storage_id(tensor))) is not None:
-            if (tensor.dtype, tensor.is_neg()) != (twin.dtype, twin.is_neg()):
+            if _kind(tensor) != _kind(twin):
                 raise Untraceable("a view of another dtype of a constant")
             with without_modes():
                 return twin.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
@@ -449,6 +449,10 @@ def _key(x: Tensor) -> tuple[Any, ...]:
         x.is_conj(),
         x.is_neg(),
     )
+
+
+def _kind(x: Tensor) -> tuple[Any, ...]:
+    return x.dtype, x.is_conj(), x.is_neg()
 
 
 def _at(real: Tensor, fake: Tensor) -> Tensor:
