@@ -28,7 +28,7 @@ def assert_rounded(law: str, actual: Any, expected: Any) -> None:
     >>> assert_rounded("a product", torch.tensor(1.0), torch.tensor(1.1))
     Traceback (most recent call last):
         ...
-    weft.proofs.checks.rounding.RoundingViolation: a product: 1.0 against 1.100000023841858
+    weft.proofs.checks.rounding.RoundingViolation: a product: []: 1.0 against 1.100000023841858
     """
     difference = find_difference(actual, expected)
     if difference is None:

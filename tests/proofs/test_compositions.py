@@ -48,12 +48,12 @@ def _takes_a_function(thing: Any) -> bool:
     if inspect.isclass(thing):
         return "__call__" in vars(thing) and "step" in inspect.signature(thing.__call__).parameters
     try:
-        annotations = [p.annotation for p in inspect.signature(thing).parameters.values()]
+        parameters = inspect.signature(thing).parameters.values()
     except (TypeError, ValueError):
         return False
-    return any(
-        "Callable" in str(annotation) or str(annotation) == "~F" for annotation in annotations
-    )
+    # A compiler is a function, but none to transform.
+    annotations = [str(p.annotation) for p in parameters if p.name != "compiler"]
+    return any("Callable" in annotation or annotation == "~F" for annotation in annotations)
 
 
 def _is_context(thing: Any) -> bool:

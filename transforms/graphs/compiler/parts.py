@@ -21,12 +21,10 @@ _LEAST_REPEATED = 4
 # launch takes longer than their work.
 _COMBINED = range(4, 9)
 _SMALL_BYTES = 2**18
+_aten = torch.ops.aten
 # The operators besides those with torch's tag that compute each element from the same element of
 # their arguments.
-_ELEMENTWISE = {
-    torch.ops.aten.copy_.default,
-    torch.ops.aten._to_copy.default,
-}
+_ELEMENTWISE = {_aten.copy_.default, _aten._to_copy.default}
 
 
 @attrs.frozen(eq=False)
