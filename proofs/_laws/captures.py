@@ -305,11 +305,13 @@ def _in_layout(state: Any, like: Any) -> Any:
 
 
 def _strides(result: Any, program: TensorProgram) -> list[Any]:
-    """The strides of the results along axes of more than one element. Next states are left out:
-    they have the strides of the old states, whose storage they take."""
+    """The strides of the results along axes of more than one element; none for a tensor without
+    elements. Next states are left out: they have the strides of the old states, whose storage they
+    take."""
     results = _tensors(result)[len(program.donated) :]
     return [
-        [step for size, step in zip(x.shape, x.stride(), strict=True) if size > 1] for x in results
+        [step for size, step in zip(x.shape, x.stride(), strict=True) if size > 1 and x.numel()]
+        for x in results
     ]
 
 

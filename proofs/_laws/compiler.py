@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -107,8 +108,10 @@ _MOST = 0.05
 
 
 def _are_within(actual: Sequence[float], allowed: Sequence[float]) -> bool:
-    pairs = zip(actual, allowed, strict=True)
-    return all(one <= 2 * other and other < _MOST for one, other in pairs)
+    """Whether no error is more than twice the largest that is allowed. One tensor's own is no
+    measure, since in a sum errors may cancel."""
+    largest = max(allowed, default=0.0)
+    return largest < _MOST and max(actual, default=0.0) <= 2 * largest
 
 
 def _compiled_by_torch(case: CompiledCase, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -227,9 +230,9 @@ def _check_classes(function: SizedFunction, device: str, tally: Tally) -> None:
                 call: int = call, before: Any = before, padded: Sheet = padded, sheet: Sheet = sheet
             ) -> Any:
                 torch.manual_seed(call)
-                compiled = _compiled_by_torch(function, function.step)
-                next_state, out = compiled(params, before, padded)
-                return next_state, unpad(out, sheet.extent)
+                compiled = _compiled_by_torch(function, function.on_tensors())
+                next_state, x = compiled(params, clone(before), padded.x)
+                return next_state, unpad(attrs.evolve(padded, x=x), sheet.extent)
 
             tally.rounded += _assert_alike(
                 function, f"{where}: result", (state, result), (expected_state, expected), by_torch

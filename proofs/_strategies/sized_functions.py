@@ -131,6 +131,17 @@ SIZED: dict[str, Step] = {
     "in integers": lambda x, params, state: x + (x * 8).long().cumsum(0) % x.shape[0],
 }
 
+
+def _on_part(operation: Step) -> Step:
+    """An operation on the part of the parameters and the state that has the columns of `x`."""
+
+    def on_part(x: Tensor, params: Tensor, state: dict[str, Tensor]) -> Tensor:
+        columns = x.shape[1]
+        return operation(x, params[:columns, :columns], {"h": state["h"][:columns]})
+
+    return on_part
+
+
 UPDATES: dict[str, Callable[[dict[str, Tensor], Tensor], dict[str, Tensor]]] = {
     "state: unchanged": lambda state, x: state,
     "state: in place": _added_in_place,
@@ -168,15 +179,22 @@ class SizedFunction:
 
     def step(self, params: Tensor, state: dict[str, Tensor], sheet: Sheet) -> tuple[Any, Sheet]:
         """The step."""
-        x = sheet.x
-        for name in self.names:
-            if name in SIZED:
-                x = SIZED[name](x, params, state)
-            else:
-                columns = x.shape[1]
-                part = {"h": state["h"][:columns]}
-                x = OPERATIONS[name](x, params[:columns, :columns], part)
-        return UPDATES[self.update](state, x), attrs.evolve(sheet, x=x)
+        state, x = self.on_tensors()(params, state, sheet.x)
+        return state, attrs.evolve(sheet, x=x)
+
+    def on_tensors(self) -> Callable[..., tuple[dict[str, Tensor], Tensor]]:
+        """The step `(params, state, x) -> (state, x)` on the tensors of a sheet."""
+        steps = [
+            SIZED[name] if name in SIZED else _on_part(OPERATIONS[name]) for name in self.names
+        ]
+        update = UPDATES[self.update]
+
+        def step(params: Tensor, state: dict[str, Tensor], x: Tensor) -> Any:
+            for each in steps:
+                x = each(x, params, state)
+            return update(state, x), x
+
+        return step
 
     def params(self, device: str) -> Tensor:
         """[MAX_COLUMNS, MAX_COLUMNS]."""

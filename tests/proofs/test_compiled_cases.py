@@ -1,7 +1,9 @@
 """L26's strategies: each compiler is drawn or named, a case is drawn of each kind, and errors of
 rounding are told from others."""
 
+import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,6 +87,15 @@ def test_a_function_that_is_not_compiled_is_counted_and_a_failed_compiler_is_a_v
     function = SizedFunction(("tanh",), "state: unchanged", (extent,), (extent,), "aot_eager")
     with pytest.raises(LawViolation, match=r"L26 .* failed: NotImplementedError: an operator"):
         compiled_graphs_are_their_functions(function)
+
+
+def test_the_record_has_no_difference() -> None:
+    results = Path(__file__).parents[2] / "proofs" / "results"
+    stored = json.loads((results / "compiled-cpu.json").read_text(encoding="utf-8"))
+    assert (stored["law"], stored["differences"]) == ("L26", [])
+    assert stored["tally"]["programs"] >= 2000
+    assert stored["refused_share"] < 0.01
+    assert sum(stored["tally"]["uncompiled"].values()) < 0.05 * stored["tally"]["programs"]
 
 
 def test_rounding_is_told_from_other_errors() -> None:

@@ -124,7 +124,7 @@ def run(case: Case, device: str, compiler: str | None = None) -> Outcome:
             if cause.allows(case, *values) if values else cause.elsewhere:
                 return _outcome(case, "torch", cause.reason)
         if compiler is not None and values and _is_near(*values):
-            return _outcome(case, "near", difference)
+            return _outcome(case, "near", "within the tolerances of torch.testing")
         if _repeats(case):
             itself = ""
         else:

@@ -598,18 +598,24 @@ LAWS = (
     Law("L24", "graph is eager, on random programs of tensors", _on_tensor_programs, weight=5),
     Law("L24", "hazards are right or refused", _on_hazards, weight=3),
     Law("L25", "nests of transforms mean what their parts mean", _composed, weight=3),
-    Law("L26", "compiled programs of tensors are eager", _on_compiled(compiled_programs)),
+    Law(
+        "L26",
+        "compiled programs of tensors are eager",
+        _on_compiled(compiled_programs),
+        weight=0.6,
+    ),
     Law(
         "L26",
         "classes of a ladder share compilations",
         _on_compiled(lambda device: sized_functions()),
+        weight=0.4,
     ),
-    Law("L26", "compiled derivatives are derivatives", _on_compiled(compiled_mappings), weight=0.5),
+    Law("L26", "compiled derivatives are derivatives", _on_compiled(compiled_mappings), weight=0.4),
     Law(
         "L26",
         "compiled models are the models",
         _on_compiled(lambda device: compiled_models()),
-        weight=0.5,
+        weight=0.2,
     ),
     Law("L26", "Inductor's code is eager", _on_compiled(inductor_cases), weight=0.2),
 )
