@@ -82,9 +82,9 @@ class _ToWatches(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # Properties of a fake tensor, such as `prim::device`, are no operators of the dispatcher.
-        is_operator = func.namespace != "prim"
-        if torch.is_inference_mode_enabled() and is_operator and func._can_decompose():
+        if func.namespace == "prim":  # a property of a fake tensor, such as its device
+            return func(*args, **(kwargs or {}))
+        if torch.is_inference_mode_enabled() and func._can_decompose():
             # Elsewhere autograd's kernels call the parts of an operator that is made of others.
             with self:
                 result = func.decompose(*args, **(kwargs or {}))

@@ -192,7 +192,7 @@ def _plain(value: Any) -> str:
 
 
 def compiled_lines(graph: Graph, compiler: str) -> Iterator[str]:
-    """What a compiler made of a graph, in lines.
+    """Describe the code that a compiler made of a graph, in lines.
 
     Args:
         graph: the graph.

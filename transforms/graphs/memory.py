@@ -428,7 +428,7 @@ def captured_graphs(
 
 
 def _compiled(graph: Graph, graphs: Sequence[tuple[Key, Graph]], compiler: Compiler | None) -> str:
-    """What a compiler made of one of these graphs, as text."""
+    """Whether, and by what, one of these graphs is compiled, as text."""
     if compiler is None:
         return ""
     if graph.program is None:

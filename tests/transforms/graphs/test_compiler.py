@@ -184,6 +184,19 @@ def test_inductor_on_a_cpu() -> None:
     assert counts(g) == (1, 2, 0)
 
 
+def test_a_loop_reads_its_counter_in_each_step() -> None:
+    def gather(x: Tensor) -> Tensor:
+        def step(carry: Any) -> Any:
+            total, i = carry
+            return total + x[i], i + 1
+
+        start = (torch.zeros(4), torch.zeros((), dtype=torch.int64))
+        total: Tensor = weft.while_loop(lambda c: c[1] < 3, step, start)[0]
+        return total
+
+    assert_equal(LAW, compiled(gather)(X), gather(X))
+
+
 def test_operators_stay_whole_between_compiled_parts() -> None:
     generator = torch.Generator()
 

@@ -225,8 +225,8 @@ class _Candidates:
     def exclude_shared(self) -> bool:
         """Exclude the operators on single numbers whose results several groups need, such as those
         of a learning rate; whether there were any."""
-        small = [x for x in self.operations if self._is_small(x)]
-        large = [x for x in self.operations if not self._is_small(x)]
+        small = [x for x in self.operations if self._is_on_numbers(x)]
+        large = [x for x in self.operations if not self._is_on_numbers(x)]
         users = defaultdict[int, set[int]](set)
         for index, group in enumerate(self._groups(large)):
             for operation in group:
@@ -243,7 +243,7 @@ class _Candidates:
         self.operations = self._find()
         return bool(shared)
 
-    def _is_small(self, operation: Operation) -> bool:
+    def _is_on_numbers(self, operation: Operation) -> bool:
         values = [self._values[number] for number in (*operation.reads, *operation.makes)]
         return all(x.geometry is not None and x.geometry[0] == () for x in values)
 
@@ -266,8 +266,8 @@ def _is_elementwise(operation: Operation) -> bool:
 
 
 class _Form:
-    """What two groups of operators have in common if they differ only in the values that they
-    start from.
+    """The form of a group of operators, which is the same for groups that differ only in the values
+    that they start from.
 
     Attributes:
         numbers: the values of the group, in an order that such groups share.

@@ -49,8 +49,6 @@ class Call:
         """Run it on values, and add its results to them."""
         results = self.run(*sizes.values(), *[values[number] for number in self.takes])
         values.update(zip(self.gives, results, strict=True))
-        for number in self.drops:
-            del values[number]
 
 
 @attrs.frozen(eq=False)
@@ -93,8 +91,6 @@ class OperatorCall:
                     value = value[index]
                 mine[number] = value
         values.update((number, mine[number]) for number in self.gives)
-        for number in self.drops:
-            del values[number]
 
 
 @attrs.frozen(eq=False)
@@ -127,19 +123,21 @@ class LoopCall:
         looper = current_looper()
         if looper is not None:
             carry = [values[number] for number in self.carry]
-            looper.loop(flag, carry, lambda: self._step(values, sizes))
+            looper.loop(flag, carry, lambda: _run(self.calls, values, sizes))
         else:
             while bool(flag):
-                self._step(values, sizes)
-        for number in self.drops:
-            del values[number]
-
-    def _step(self, values: Values, sizes: Sizes) -> None:
-        for call in self.calls:
-            call(values, sizes)
+                _run(self.calls, values, sizes)
 
 
 AnyCall = Call | OperatorCall | LoopCall
+
+
+def _run(calls: Iterable[AnyCall], values: Values, sizes: Sizes) -> None:
+    """Run calls on values, and drop those that nothing needs any more."""
+    for call in calls:
+        call(values, sizes)
+        for number in call.drops:
+            del values[number]
 
 
 def _resolved(value: Any, values: Values, sizes: Sizes) -> Any:
@@ -178,7 +176,7 @@ class Program:
 
     @property
     def lines(self) -> list[str]:
-        """What it calls, in order, as text."""
+        """Its calls as text, in order."""
         return [line for call in self.calls for line in call.lines]
 
     @property
@@ -200,8 +198,7 @@ class Program:
         def run() -> list[Tensor]:
             values = start.copy()
             with BelowAutograd(), WithoutAutocast(), WithoutFunctionModes(), torch.no_grad():
-                for call in self.calls:
-                    call(values, numbers)
+                _run(self.calls, values, numbers)
             return [values[number] for number in self.outputs]
 
         return run
@@ -237,7 +234,6 @@ def compile_trace(
     """
     flow = _Flow(trace)
     symbols = None if sizes is None else Symbols(trace.mode, sizes)
-    parts = [*parts, *flow.derived_last(parts, outputs)]
     inputs = tuple(x.number for x in trace.inputs)
     calls = [*_compiled(parts, outputs, flow, trace, symbols, compiler)]
     return Program(_with_drops(calls, (*inputs, *outputs)), inputs, tuple(outputs), symbols)
@@ -267,8 +263,7 @@ def _compiled(
                 graph.add(operation)
             with noting_kernels(compiler) as kernels:
                 run = graph.compile(gives, compiler, combine=part.is_combined)
-            computing = (x.func for x in operations if x.func.namespace != "prim")
-            lines = tuple(kernels or [func._schema.name for func in computing])
+            lines = tuple(kernels or [x.func._schema.name for x in operations])
             for names in part.calls:
                 yield Call(run, _renamed(graph.takes, names), _renamed(gives, names), lines)
 
@@ -291,8 +286,8 @@ def _with_drops(calls: Sequence[AnyCall], needed: Iterable[int]) -> tuple[AnyCal
 class _Flow:
     """Which values pass between the parts of a trace.
 
-    A view of memory that an earlier part has allocated is derived again from the first value
-    there, so that no two values that pass share memory.
+    A part derives a view of memory that an earlier part has allocated from the first value there:
+    compiled as two inputs, they would be in memory of their own.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -336,32 +331,14 @@ class _Flow:
     def takes(self, part: Part | Operation | Repeat) -> Iterator[int]:
         """The numbers of the values that a part takes."""
         if isinstance(part, Repeat):
-            inner = {*part.loop.makes}
+            of_body = {*part.loop.makes}
             numbers = [x for inner in part.parts for x in self.takes(inner)]
-            yield from (x for x in (part.loop.flag, *part.loop.carry, *numbers) if x not in inner)
+            numbers = [part.loop.flag, *part.loop.carry, *numbers]
+            yield from (x for x in numbers if x not in of_body)
         else:
             _, numbers = self.complete(_operations(part))
             for names in _names(part):
                 yield from _renamed(numbers, names)
-
-    def derived_last(self, parts: Parts, outputs: Iterable[int]) -> list[Operation]:
-        """The operators that derive outputs at the end: a part after the one that made them writes
-        to their memory."""
-        written = set[int]()
-        late = set[int]()
-        for part in reversed(parts):
-            operations = _operations(part)
-            for names in _names(part):
-                makes = _renamed([x for op in operations for x in op.makes], names)
-                late.update(x for x in makes if self._values[x].base in written)
-            for names in _names(part):
-                writes = _renamed([x for op in operations for x in op.writes], names)
-                written |= {self._values[x].base for x in writes}
-        return [
-            derivation(self._values, number)
-            for number in dict.fromkeys(outputs)
-            if number in late and self._is_derived(number)
-        ]
 
     def returned(self, parts: Parts, outputs: Iterable[int]) -> list[list[int]]:
         """For each part, the numbers of the values that it returns."""

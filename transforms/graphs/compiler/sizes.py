@@ -171,7 +171,7 @@ def operators_in(operations: Sequence[Operation | Loop]) -> Iterator[Operation]:
 
 
 def _kind(value: Value) -> tuple[Any, ...]:
-    """What a compiled function depends on besides a value's geometry."""
+    """The properties of a value, besides its geometry, that a compiled function depends on."""
     return value.base, value.dtype, value.device, value.is_plain
 
 

@@ -346,7 +346,7 @@ class Tracer(OperatorWatch):
         is_needed = (
             results
             or writes
-            or func.namespace not in ("aten", "prim")
+            or func.namespace != "aten"
             or not func._schema.returns
             or func._schema.name in TRANSFERS
         )
